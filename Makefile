@@ -1,0 +1,124 @@
+# Everything here does its own set-up and says so. Needed beforehand: Go and make; a C compiler for the race detector;
+# Node with npm for buf (lint, generate) and for the TypeScript end-to-end tests.
+#
+# Tools are pinned in modules of their own under .ci/tools, so that who imports `client` or `mcpserver` never sees them.
+# They are built into .bin/ and built again only when their go.mod, go.sum or package-lock.json changes.
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN    := .bin
+GO     ?= go
+# Where `make run` listens, and where its embedded etcd keeps its files.
+LISTEN   ?= 127.0.0.1:8080
+DATA_DIR ?= ./data
+# More flags for the program that `make run` or `make demo` starts.
+ARGS     ?=
+# The benchmarks to run, as a regular expression, and more flags: make bench BENCH=Lock BENCH_FLAGS='-benchtime=5s'.
+BENCH       ?= .
+BENCH_FLAGS ?=
+
+# The race detector needs cgo. Without a C compiler the tests still run, and say what they miss.
+RACE = $(shell [ "$$($(GO) env CGO_ENABLED)" = 1 ] && command -v "$$($(GO) env CC | cut -d' ' -f1)" >/dev/null && echo -race)
+# The end-to-end tests start real programs, so they have a target of their own.
+UNIT_PACKAGES = $$($(GO) list ./... | grep -v '/sessiond/e2e\(/\|$$\)')
+
+##@ Use
+
+help: ## List the targets.
+	@awk 'BEGIN {FS = ":.*## "} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+run: $(BIN)/mcpserver ## Start an MCP front-end with sessiond inside (LISTEN, DATA_DIR, ARGS).
+	@echo "MCP at http://$(LISTEN)/mcp, data in $(DATA_DIR); Ctrl-C stops it"
+	@exec $(BIN)/mcpserver --listen $(LISTEN) --data-dir $(DATA_DIR) $(ARGS)
+
+demo: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver $(BIN)/demo ## Show it: etcd, sessiond and front-ends on loopback (ARGS).
+	@exec $(BIN)/demo --etcd $(BIN)/etcd --sessiond $(BIN)/sessiond --mcpserver $(BIN)/mcpserver $(ARGS)
+
+##@ Build and test
+
+build: $(BIN)/sessiond $(BIN)/mcpserver ## Compile all packages, and both programs into .bin/.
+	@$(GO) build ./...
+
+test: ## Run all tests but the end-to-end ones, with the race detector.
+	@echo "test: fetching modules that are missing and compiling; the first time takes minutes, then Go's cache has it"
+	@[ -n "$(RACE)" ] || echo "test: no C compiler found, so WITHOUT the race detector (on Debian: apt-get install gcc libc6-dev)"
+	@$(GO) test $(RACE) $(UNIT_PACKAGES)
+
+e2e: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver ## Run the end-to-end tests: real programs on loopback.
+	@if [ -f sessiond/e2e/typescript/package-lock.json ]; then \
+		echo "e2e: installing the npm packages of sessiond/e2e/typescript"; \
+		npm ci --prefix sessiond/e2e/typescript --no-audit --no-fund --loglevel=error; \
+	fi
+	@[ -n "$(RACE)" ] || echo "e2e: no C compiler found, so WITHOUT the race detector"
+	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(GO) test $(RACE) -count=1 ./sessiond/e2e/...
+
+bench: ## Run the benchmarks (BENCH, BENCH_FLAGS).
+	@$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem $(BENCH_FLAGS) ./...
+
+##@ Before a commit
+
+lint: $(BIN)/golangci-lint $(BIN)/buf ## Check Go and proto style; changes nothing.
+	@unformatted=$$(gofmt -l $(wildcard proto client mcpserver sessiond)); \
+	[ -z "$$unformatted" ] || { echo "not formatted; run gofmt -w on:"; echo "$$unformatted"; exit 1; }
+	@$(GO) vet ./...
+	@diff=$$($(GO) fix -diff ./... 2>&1) && [ -z "$$diff" ] || { echo "older idioms; run go fix ./... for:"; echo "$$diff"; exit 1; }
+	@$(BIN)/golangci-lint run
+	@$(BIN)/buf lint
+	@$(BIN)/buf format -d --exit-code || { echo "proto files not formatted; run .bin/buf format -w"; exit 1; }
+
+generate: $(BIN)/buf $(BIN)/protoc-gen-go $(BIN)/protoc-gen-go-grpc ## Write the stubs beside the .proto files.
+	@$(BIN)/buf generate
+
+check-generate: generate ## Fail when the committed stubs are not what generate writes.
+	@changed=$$(git status --porcelain proto); \
+	[ -z "$$changed" ] || { echo "proto/ differs from what is committed; commit what 'make generate' wrote:"; echo "$$changed"; git --no-pager diff --stat proto; exit 1; }
+
+breaking: $(BIN)/buf ## Report changes of proto/ that break callers (AGAINST, default the main branch).
+	@$(BIN)/buf breaking --against '$(AGAINST)'
+AGAINST ?= .git\#branch=main
+
+clean: ## Delete .bin/ and installed npm packages; keeps the data folder.
+	rm -rf $(BIN) .ci/tools/npm/node_modules sessiond/e2e/typescript/node_modules
+
+.PHONY: help run demo build test e2e bench lint generate check-generate breaking clean FORCE
+
+# Our own programs: go build knows best whether there is something to do.
+$(BIN)/sessiond $(BIN)/mcpserver: $(BIN)/%: FORCE
+	@[ -e $@ ] || echo "building $@; the first time takes minutes, then Go's cache has it"
+	@$(GO) build -o $@ ./$*/cmd/$*
+
+$(BIN)/demo: FORCE
+	@$(GO) build -o $@ ./sessiond/e2e/demo
+
+# Tools. $(call go_tool,folder under .ci/tools,module that has the version,package)
+define go_tool
+	@version=$$(awk '$$1 == "$(2)" && $$2 ~ /^v/ {print $$2}' .ci/tools/$(1)/go.mod); \
+	echo "installing $(@F) $$version into $(BIN)/ (once; it may take a few minutes)"; \
+	cd .ci/tools/$(1) && $(GO) build -trimpath -o "$(CURDIR)/$@" $(3)
+	@touch $@
+endef
+
+$(BIN)/golangci-lint: .ci/tools/lint/go.mod .ci/tools/lint/go.sum
+	$(call go_tool,lint,github.com/golangci/golangci-lint/v2,github.com/golangci/golangci-lint/v2/cmd/golangci-lint)
+
+$(BIN)/protoc-gen-go: .ci/tools/proto/go.mod .ci/tools/proto/go.sum
+	$(call go_tool,proto,google.golang.org/protobuf,google.golang.org/protobuf/cmd/protoc-gen-go)
+
+$(BIN)/protoc-gen-go-grpc: .ci/tools/proto/go.mod .ci/tools/proto/go.sum
+	$(call go_tool,proto,google.golang.org/grpc/cmd/protoc-gen-go-grpc,google.golang.org/grpc/cmd/protoc-gen-go-grpc)
+
+$(BIN)/etcd: .ci/tools/etcd/go.mod .ci/tools/etcd/go.sum
+	$(call go_tool,etcd,go.etcd.io/etcd/server/v3,go.etcd.io/etcd/server/v3)
+
+$(BIN)/etcdctl: .ci/tools/etcd/go.mod .ci/tools/etcd/go.sum
+	$(call go_tool,etcd,go.etcd.io/etcd/etcdctl/v3,go.etcd.io/etcd/etcdctl/v3)
+
+# The npm package carries buf as a binary, one package a platform, and npm installs the one that fits.
+$(BIN)/buf: .ci/tools/npm/package.json .ci/tools/npm/package-lock.json
+	@command -v npm >/dev/null || { echo "buf comes as an npm package: install Node with npm (on Debian: apt-get install nodejs npm)"; exit 1; }
+	@version=$$(awk -F'"' '$$2 == "@bufbuild/buf" {print $$4}' .ci/tools/npm/package.json); echo "installing buf $$version into $(BIN)/ (once)"
+	@npm ci --prefix .ci/tools/npm --ignore-scripts --no-audit --no-fund --loglevel=error >/dev/null
+	@mkdir -p $(BIN) && cp .ci/tools/npm/node_modules/@bufbuild/buf-*/bin/buf $@
