@@ -31,10 +31,12 @@ type Grant struct {
 	RequestId string `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// The fencing token: names this grant, and is greater than that of every earlier grant of this session's lock.
 	FencingToken uint64 `protobuf:"varint,3,opt,name=fencing_token,json=fencingToken,proto3" json:"fencing_token,omitempty"`
-	// The TTL really given, counted down to when the answer was sent: the caller holds the lock at least this long from
-	// the moment it sent the request's last retry. At least the TTL asked for, unless this answers a retry of
-	// a request that was granted before.
-	Ttl           *durationpb.Duration `protobuf:"bytes,4,opt,name=ttl,proto3" json:"ttl,omitempty"`
+	// The TTL really given: the caller holds the lock at least this long from the moment of the answer. At least the TTL
+	// asked for (less the time the answer took), unless this answers a retry of a request that was granted before.
+	Ttl *durationpb.Duration `protobuf:"bytes,4,opt,name=ttl,proto3" json:"ttl,omitempty"`
+	// How long the request was with the node before the answer. The caller does not know when the answer was sent, but
+	// the moment it sent the request, plus this, is never later: its clock for the TTL starts there.
+	Waited        *durationpb.Duration `protobuf:"bytes,5,opt,name=waited,proto3" json:"waited,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -93,6 +95,13 @@ func (x *Grant) GetFencingToken() uint64 {
 func (x *Grant) GetTtl() *durationpb.Duration {
 	if x != nil {
 		return x.Ttl
+	}
+	return nil
+}
+
+func (x *Grant) GetWaited() *durationpb.Duration {
+	if x != nil {
+		return x.Waited
 	}
 	return nil
 }
@@ -523,14 +532,15 @@ var File_sessiond_v1_lock_proto protoreflect.FileDescriptor
 
 const file_sessiond_v1_lock_proto_rawDesc = "" +
 	"\n" +
-	"\x16sessiond/v1/lock.proto\x12\vsessiond.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19sessiond/v1/session.proto\"\x97\x01\n" +
+	"\x16sessiond/v1/lock.proto\x12\vsessiond.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19sessiond/v1/session.proto\"\xca\x01\n" +
 	"\x05Grant\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\tR\tsessionId\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x02 \x01(\tR\trequestId\x12#\n" +
 	"\rfencing_token\x18\x03 \x01(\x04R\ffencingToken\x12+\n" +
-	"\x03ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\"\xeb\x01\n" +
+	"\x03ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\x121\n" +
+	"\x06waited\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x06waited\"\xeb\x01\n" +
 	"\x0eAcquireRequest\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\tR\tsessionId\x12\x1d\n" +
@@ -597,24 +607,25 @@ var file_sessiond_v1_lock_proto_goTypes = []any{
 }
 var file_sessiond_v1_lock_proto_depIdxs = []int32{
 	7,  // 0: sessiond.v1.Grant.ttl:type_name -> google.protobuf.Duration
-	7,  // 1: sessiond.v1.AcquireRequest.ttl:type_name -> google.protobuf.Duration
-	7,  // 2: sessiond.v1.AcquireRequest.timeout:type_name -> google.protobuf.Duration
-	0,  // 3: sessiond.v1.AcquireResponse.grant:type_name -> sessiond.v1.Grant
-	8,  // 4: sessiond.v1.AcquireResponse.session:type_name -> sessiond.v1.Session
-	7,  // 5: sessiond.v1.TryAcquireRequest.ttl:type_name -> google.protobuf.Duration
-	0,  // 6: sessiond.v1.TryAcquireResponse.grant:type_name -> sessiond.v1.Grant
-	8,  // 7: sessiond.v1.TryAcquireResponse.session:type_name -> sessiond.v1.Session
-	1,  // 8: sessiond.v1.LockService.Acquire:input_type -> sessiond.v1.AcquireRequest
-	3,  // 9: sessiond.v1.LockService.TryAcquire:input_type -> sessiond.v1.TryAcquireRequest
-	5,  // 10: sessiond.v1.LockService.Release:input_type -> sessiond.v1.ReleaseRequest
-	2,  // 11: sessiond.v1.LockService.Acquire:output_type -> sessiond.v1.AcquireResponse
-	4,  // 12: sessiond.v1.LockService.TryAcquire:output_type -> sessiond.v1.TryAcquireResponse
-	6,  // 13: sessiond.v1.LockService.Release:output_type -> sessiond.v1.ReleaseResponse
-	11, // [11:14] is the sub-list for method output_type
-	8,  // [8:11] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	7,  // 1: sessiond.v1.Grant.waited:type_name -> google.protobuf.Duration
+	7,  // 2: sessiond.v1.AcquireRequest.ttl:type_name -> google.protobuf.Duration
+	7,  // 3: sessiond.v1.AcquireRequest.timeout:type_name -> google.protobuf.Duration
+	0,  // 4: sessiond.v1.AcquireResponse.grant:type_name -> sessiond.v1.Grant
+	8,  // 5: sessiond.v1.AcquireResponse.session:type_name -> sessiond.v1.Session
+	7,  // 6: sessiond.v1.TryAcquireRequest.ttl:type_name -> google.protobuf.Duration
+	0,  // 7: sessiond.v1.TryAcquireResponse.grant:type_name -> sessiond.v1.Grant
+	8,  // 8: sessiond.v1.TryAcquireResponse.session:type_name -> sessiond.v1.Session
+	1,  // 9: sessiond.v1.LockService.Acquire:input_type -> sessiond.v1.AcquireRequest
+	3,  // 10: sessiond.v1.LockService.TryAcquire:input_type -> sessiond.v1.TryAcquireRequest
+	5,  // 11: sessiond.v1.LockService.Release:input_type -> sessiond.v1.ReleaseRequest
+	2,  // 12: sessiond.v1.LockService.Acquire:output_type -> sessiond.v1.AcquireResponse
+	4,  // 13: sessiond.v1.LockService.TryAcquire:output_type -> sessiond.v1.TryAcquireResponse
+	6,  // 14: sessiond.v1.LockService.Release:output_type -> sessiond.v1.ReleaseResponse
+	12, // [12:15] is the sub-list for method output_type
+	9,  // [9:12] is the sub-list for method input_type
+	9,  // [9:9] is the sub-list for extension type_name
+	9,  // [9:9] is the sub-list for extension extendee
+	0,  // [0:9] is the sub-list for field type_name
 }
 
 func init() { file_sessiond_v1_lock_proto_init() }

@@ -1,0 +1,173 @@
+// Package client is the Go client of sessiond: sessions, their locks, and messages between front-ends.
+//
+// A [Client] is given the addresses of one or several nodes and balances its calls over those that are healthy. Its
+// methods are safe for concurrent use, take their deadline from the context (and are bounded by [Options].CallTimeout),
+// and return errors to be told apart with errors.Is and the Err variables of this package.
+//
+// # What is retried
+//
+// A call that did not reach a node, or that a node refused because it is shutting down, is retried on another node,
+// with back-off and jitter, if it is idempotent or carries a request id: everything but [Client.Create] and
+// [Client.Save]. Those two, cut off after they were sent, return [ErrOutcomeUnknown]. A backend that fails
+// ([ErrUnavailable] from a node whose etcd cannot be reached) is reported at once and never retried here: the caller
+// knows better than the client whether to wait.
+package client
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"time"
+
+	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/retry"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	_ "google.golang.org/grpc/health" // client-side health checks: a node that cannot reach etcd gets no calls
+	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/resolver"
+	"google.golang.org/grpc/resolver/manual"
+
+	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
+)
+
+// DefaultCallTimeout bounds a call that does not wait for a lock. It is a little more than the 3 s within which a node
+// reports a failing backend.
+const DefaultCallTimeout = 4 * time.Second
+
+// maxMessageBytes is what one answer may hold: a message of 4 MiB and what surrounds it.
+const maxMessageBytes = 8 << 20
+
+// Options are the settings of a [Client]. The zero value works.
+type Options struct {
+	// Credentials secure the connections. Default: none (plain text), for loopback and private networks.
+	Credentials credentials.TransportCredentials
+	// CallTimeout bounds each call, retries included; for Acquire it comes on top of the lock's timeout. Default:
+	// [DefaultCallTimeout].
+	CallTimeout time.Duration
+	// DialOptions are added to the client's own: per-call credentials, interceptors, statistics.
+	DialOptions []grpc.DialOption
+}
+
+// Client talks to sessiond. Create one with [New] and keep it for the life of the process; it is safe for concurrent
+// use.
+type Client struct {
+	conn        *grpc.ClientConn
+	sessions    sessiondv1.SessionServiceClient
+	locks       sessiondv1.LockServiceClient
+	messages    sessiondv1.MessageServiceClient
+	health      grpc_health_v1.HealthClient
+	callTimeout time.Duration
+}
+
+// serviceConfig spreads calls over all nodes whose health service says SERVING.
+const serviceConfig = `{"loadBalancingConfig":[{"round_robin":{}}],"healthCheckConfig":{"serviceName":""}}`
+
+// New returns a client of the nodes at the given addresses, each "host:port" or "unix:/path". It connects in the
+// background: a node that cannot be reached is not an error here, but calls fail with [ErrUnavailable] while none can.
+func New(addresses []string, opts Options) (*Client, error) {
+	if len(addresses) == 0 {
+		return nil, errors.New("sessiond client: no address given, want at least one host:port")
+	}
+	endpoints := make([]resolver.Endpoint, 0, len(addresses))
+	for _, address := range addresses {
+		if !strings.HasPrefix(address, "unix:") {
+			if _, _, err := net.SplitHostPort(address); err != nil {
+				return nil, fmt.Errorf("sessiond client: address %q: want host:port or unix:/path", address)
+			}
+		}
+		endpoints = append(endpoints, resolver.Endpoint{Addresses: []resolver.Address{{Addr: address}}})
+	}
+	creds := opts.Credentials
+	if creds == nil {
+		creds = insecure.NewCredentials()
+	}
+	nodes := manual.NewBuilderWithScheme("sessiond")
+	nodes.InitialState(resolver.State{Endpoints: endpoints})
+	dialOptions := append([]grpc.DialOption{
+		grpc.WithResolvers(nodes),
+		grpc.WithTransportCredentials(creds),
+		grpc.WithDefaultServiceConfig(serviceConfig),
+		grpc.WithContextDialer(dial),
+		// A node that comes back must be found within a second or two, not after gRPC's default of up to two minutes.
+		grpc.WithConnectParams(grpc.ConnectParams{
+			Backoff:           backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second},
+			MinConnectTimeout: 2 * time.Second,
+		}),
+		// A node that is cut off without a FIN is noticed by this ping alone.
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 2 * time.Second, PermitWithoutStream: true}),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes), grpc.MaxCallSendMsgSize(maxMessageBytes)),
+		grpc.WithChainUnaryInterceptor(retry.UnaryClientInterceptor(
+			retry.WithMax(0),
+			retry.WithRetriable(retriable),
+			retry.WithBackoff(retry.BackoffExponentialWithJitterBounded(25*time.Millisecond, 0.5, 500*time.Millisecond)),
+		)),
+	}, opts.DialOptions...)
+	conn, err := grpc.NewClient("sessiond:///"+strings.Join(addresses, ","), dialOptions...)
+	if err != nil {
+		return nil, fmt.Errorf("sessiond client: %w", err)
+	}
+	conn.Connect()
+	timeout := opts.CallTimeout
+	if timeout <= 0 {
+		timeout = DefaultCallTimeout
+	}
+	return &Client{
+		conn:        conn,
+		sessions:    sessiondv1.NewSessionServiceClient(conn),
+		locks:       sessiondv1.NewLockServiceClient(conn),
+		messages:    sessiondv1.NewMessageServiceClient(conn),
+		health:      grpc_health_v1.NewHealthClient(conn),
+		callTimeout: timeout,
+	}, nil
+}
+
+func dial(ctx context.Context, address string) (net.Conn, error) {
+	var d net.Dialer
+	if path, ok := strings.CutPrefix(address, "unix:"); ok {
+		return d.DialContext(ctx, "unix", path)
+	}
+	return d.DialContext(ctx, "tcp", address)
+}
+
+// Close ends all connections. Calls under way fail with [ErrUnavailable].
+func (c *Client) Close() error { return c.conn.Close() }
+
+// Ready reports whether sessions can be served now: nil if a node answers that it is healthy, else [ErrUnavailable].
+func (c *Client) Ready(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, c.callTimeout)
+	defer cancel()
+	resp, err := c.health.Check(ctx, &grpc_health_v1.HealthCheckRequest{}, attempts)
+	if err != nil {
+		return fromStatus("health check", err)
+	}
+	if resp.GetStatus() != grpc_health_v1.HealthCheckResponse_SERVING {
+		return fmt.Errorf("health check: node is %s: %w", resp.GetStatus(), ErrUnavailable)
+	}
+	return nil
+}
+
+// attempts is the call option of what may be retried.
+var attempts = retry.WithMax(4)
+
+// newRequestID returns a name for a request, unique without asking anyone (128 bits).
+func newRequestID() string { return rand.Text() }
+
+// call runs one unary call within the client's time limit.
+func call[Req, Resp any](ctx context.Context, limit time.Duration, op string,
+	method func(context.Context, Req, ...grpc.CallOption) (Resp, error), req Req, opts ...grpc.CallOption,
+) (Resp, error) {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	resp, err := method(ctx, req, opts...)
+	if err != nil {
+		var none Resp
+		return none, fromStatus(op, err)
+	}
+	return resp, nil
+}

@@ -1,0 +1,189 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"time"
+
+	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
+)
+
+// Message is a message of a session's stream.
+type Message struct {
+	// Stream is the stream's name.
+	Stream string
+	// Position is greater than that of every message published before it in the session.
+	Position uint64
+	// Payload is opaque to sessiond.
+	Payload []byte
+}
+
+// PublishOptions are the settings of [Client.Publish].
+type PublishOptions struct {
+	// TTL is how long the message is kept, at least: 1 s to 24 h. Default: 5 min.
+	TTL time.Duration
+	// RequestID names the request, so that a retry by the caller does not publish twice. Default: a fresh one, under
+	// which the client's own retries go.
+	RequestID string
+}
+
+// Publish appends a message of up to 4 MiB to a stream of a session, durably, and returns its position. Errors:
+// [ErrSessionNotFound], [ErrMessageTooLarge], [ErrTooManyMessages], [ErrInvalidArgument], [ErrUnavailable].
+func (c *Client) Publish(ctx context.Context, id, stream string, payload []byte, opts PublishOptions) (uint64, error) {
+	requestID := opts.RequestID
+	if requestID == "" {
+		requestID = newRequestID()
+	}
+	resp, err := call(ctx, c.callTimeout, "publish message", c.messages.Publish, &sessiondv1.PublishRequest{
+		SessionId: id, Stream: stream, Payload: payload, Ttl: duration(opts.TTL), RequestId: requestID,
+	}, attempts)
+	if err != nil {
+		return 0, err
+	}
+	return resp.GetPosition(), nil
+}
+
+// Trim removes the stored messages of a stream up to a position, inclusive. Errors: [ErrSessionNotFound],
+// [ErrInvalidArgument], [ErrUnavailable].
+func (c *Client) Trim(ctx context.Context, id, stream string, through uint64) error {
+	_, err := call(ctx, c.callTimeout, "trim messages", c.messages.Trim, &sessiondv1.TrimRequest{
+		SessionId: id, Stream: stream, ThroughPosition: through,
+	}, attempts)
+	return err
+}
+
+// Subscription delivers messages. Its methods are for one goroutine, but for Close.
+type Subscription struct {
+	client   *Client
+	ctx      context.Context //nolint:containedctx // A subscription is a call under way; the context is the call's.
+	cancel   context.CancelFunc
+	request  *sessiondv1.SubscribeRequest
+	stream   subscribeStream
+	hangUp   context.CancelCauseFunc // ends the present stream
+	pending  []*sessiondv1.Message
+	position uint64
+}
+
+type subscribeStream interface {
+	Recv() (*sessiondv1.SubscribeResponse, error)
+}
+
+// Subscribe delivers streams of a session from after a position on (0: from the oldest stored message), each message
+// once, in order. It returns when the node has confirmed: what is published from then on is delivered. A connection
+// that breaks is made anew, on any node, where it broke off. ctx bounds the whole subscription; Close ends it too.
+// Errors: [ErrSessionNotFound], [ErrInvalidArgument], [ErrUnavailable].
+func (c *Client) Subscribe(ctx context.Context, id string, after uint64, streams ...string) (*Subscription, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	s := &Subscription{
+		client: c, ctx: ctx, cancel: cancel, position: after,
+		request: &sessiondv1.SubscribeRequest{SessionId: id, Streams: streams},
+	}
+	if err := s.connect(); err != nil {
+		cancel()
+		return nil, err
+	}
+	return s, nil
+}
+
+// connect opens the stream after the last position and waits for the first answer.
+func (s *Subscription) connect() error {
+	if s.hangUp != nil {
+		s.hangUp(nil)
+	}
+	s.request.AfterPosition = s.position
+	// The call lives as long as the subscription, only its first answer has a time limit.
+	ctx, cancel := context.WithCancelCause(s.ctx)
+	timer := time.AfterFunc(s.client.callTimeout, func() { cancel(context.DeadlineExceeded) })
+	stream, err := s.client.messages.Subscribe(ctx, s.request)
+	var first *sessiondv1.SubscribeResponse
+	if err == nil {
+		first, err = stream.Recv()
+	}
+	if err == nil && !timer.Stop() {
+		err = context.DeadlineExceeded
+	}
+	if err != nil {
+		timer.Stop()
+		timedOut := errors.Is(context.Cause(ctx), context.DeadlineExceeded) && s.ctx.Err() == nil
+		cancel(nil)
+		if timedOut {
+			return &Error{Op: "subscribe", Message: "no answer in time", kind: errTimedOut}
+		}
+		return fromStatus("subscribe", err)
+	}
+	s.stream, s.hangUp = stream, cancel
+	s.take(first)
+	return nil
+}
+
+func (s *Subscription) take(resp *sessiondv1.SubscribeResponse) {
+	s.pending = resp.GetMessages()
+	if len(s.pending) == 0 {
+		s.position = max(s.position, resp.GetPosition())
+	}
+}
+
+// Position is where to go on with a later subscription: everything up to it has been returned by Recv.
+func (s *Subscription) Position() uint64 { return s.position }
+
+// Recv returns the next message; it waits for one. Errors: [ErrSessionNotFound] when the session has ended, the
+// context's error after Close or the end of the subscription's context, [ErrInternal]. While no node can be reached it
+// waits and tries again; nothing is lost that has not outlived its TTL.
+func (s *Subscription) Recv() (Message, error) {
+	for {
+		for len(s.pending) > 0 {
+			m := s.pending[0]
+			s.pending = s.pending[1:]
+			if m.GetPosition() <= s.position {
+				continue
+			}
+			s.position = m.GetPosition()
+			return Message{Stream: m.GetStream(), Position: m.GetPosition(), Payload: m.GetPayload()}, nil
+		}
+		resp, err := s.stream.Recv()
+		if err == nil {
+			s.take(resp)
+			continue
+		}
+		if err := s.reconnect(err); err != nil {
+			return Message{}, err
+		}
+	}
+}
+
+// reconnect goes on after a break, with back-off, until it succeeds or trying again cannot help.
+func (s *Subscription) reconnect(cause error) error {
+	const slowest = time.Second
+	delay := 10 * time.Millisecond
+	for {
+		if s.ctx.Err() != nil {
+			return s.ctx.Err()
+		}
+		// A node that ends the stream without an error is one that was asked to go away.
+		if !errors.Is(cause, io.EOF) && !errors.Is(asError(cause), ErrUnavailable) {
+			return asError(cause)
+		}
+		select {
+		case <-s.ctx.Done():
+			return s.ctx.Err()
+		case <-time.After(delay + rand.N(delay)):
+		}
+		delay = min(2*delay, slowest)
+		if cause = s.connect(); cause == nil {
+			return nil
+		}
+	}
+}
+
+func asError(err error) error {
+	var e *Error
+	if errors.As(err, &e) {
+		return err
+	}
+	return fromStatus("subscribe", err)
+}
+
+// Close ends the subscription. It may be called by any goroutine, more than once.
+func (s *Subscription) Close() { s.cancel() }

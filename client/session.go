@@ -1,0 +1,137 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
+)
+
+// Session is a stored session.
+type Session struct {
+	// ID is the session's id: 1 to 128 visible ASCII characters.
+	ID string
+	// Data is opaque to sessiond. It is not set by Create.
+	Data []byte
+	// Revision grows with every write of the session, Touch included.
+	Revision uint64
+	// TTL is what the session was last saved with.
+	TTL time.Duration
+	// TTLRemaining is what was left of it, at least, when the node answered.
+	TTLRemaining time.Duration
+	// Position is the store's position as of this answer, for [Client.Subscribe] to bring what is published later.
+	// Not set by Create.
+	Position uint64
+}
+
+func sessionFrom(s *sessiondv1.Session, position uint64) Session {
+	return Session{
+		ID:           s.GetId(),
+		Data:         s.GetData(),
+		Revision:     s.GetRevision(),
+		TTL:          s.GetTtl().AsDuration(),
+		TTLRemaining: s.GetTtlRemaining().AsDuration(),
+		Position:     position,
+	}
+}
+
+// CreateOptions are the settings of [Client.Create].
+type CreateOptions struct {
+	// ID is the session's id. Default: the service makes an unguessable one.
+	ID string
+	// TTL is 1 s to 30 days. Default: 1 h.
+	TTL time.Duration
+}
+
+// Create stores a new session. It never overwrites: an id in use is [ErrSessionExists]. Other errors:
+// [ErrSessionTooLarge], [ErrInvalidArgument], [ErrUnavailable] (with [ErrOutcomeUnknown] if it may have been stored).
+func (c *Client) Create(ctx context.Context, data []byte, opts CreateOptions) (Session, error) {
+	resp, err := call(ctx, c.callTimeout, "create session", c.sessions.Create, &sessiondv1.CreateRequest{
+		SessionId: opts.ID, Data: data, Ttl: duration(opts.TTL),
+	})
+	if err != nil {
+		return Session{}, outcomeUnknown(err)
+	}
+	return sessionFrom(resp.GetSession(), 0), nil
+}
+
+// Read returns a session as of now (linearizable). Errors: [ErrSessionNotFound], [ErrInvalidArgument], [ErrUnavailable].
+func (c *Client) Read(ctx context.Context, id string) (Session, error) {
+	resp, err := call(ctx, c.callTimeout, "read session", c.sessions.Read, &sessiondv1.ReadRequest{SessionId: id}, attempts)
+	if err != nil {
+		return Session{}, err
+	}
+	return sessionFrom(resp.GetSession(), resp.GetPosition()), nil
+}
+
+// SaveOptions are the settings of [Client.Save].
+type SaveOptions struct {
+	// TTL starts anew with this length. Default: the session keeps the one it has, for one more read in the node.
+	TTL time.Duration
+	// ExpectedRevision, if not 0, makes the save a compare-and-swap: [ErrRevisionMismatch] if the session was written
+	// since.
+	ExpectedRevision uint64
+	// Grant is the lock that the caller holds: [ErrLockLost] if it does no more. Without it, a save while anyone holds
+	// the lock is [ErrSessionLocked].
+	Grant *Grant
+	// Release releases Grant in the same atomic step.
+	Release bool
+}
+
+// Save replaces a session's data and starts its TTL anew; it returns the new revision. It never creates:
+// [ErrSessionNotFound] if the session is gone. A refused save changes nothing. Other errors: those named at
+// [SaveOptions], [ErrSessionTooLarge], [ErrInvalidArgument], [ErrUnavailable] (with [ErrOutcomeUnknown] if it may have
+// been saved).
+func (c *Client) Save(ctx context.Context, id string, data []byte, opts SaveOptions) (uint64, error) {
+	req := &sessiondv1.SaveRequest{SessionId: id, Data: data, Ttl: duration(opts.TTL), Release: opts.Release}
+	if opts.ExpectedRevision != 0 {
+		req.ExpectedRevision = new(opts.ExpectedRevision)
+	}
+	if opts.Grant != nil {
+		req.FencingToken, req.RequestId = opts.Grant.FencingToken, opts.Grant.RequestID
+	}
+	resp, err := call(ctx, c.callTimeout, "save session", c.sessions.Save, req)
+	if err != nil {
+		return 0, outcomeUnknown(err)
+	}
+	return resp.GetRevision(), nil
+}
+
+// Touch starts a session's TTL anew, if more than a third of it has passed, and returns what is left. Errors:
+// [ErrSessionNotFound], [ErrInvalidArgument], [ErrUnavailable].
+func (c *Client) Touch(ctx context.Context, id string) (time.Duration, error) {
+	resp, err := call(ctx, c.callTimeout, "touch session", c.sessions.Touch, &sessiondv1.TouchRequest{SessionId: id}, attempts)
+	if err != nil {
+		return 0, err
+	}
+	return resp.GetTtlRemaining().AsDuration(), nil
+}
+
+// Destroy removes a session with its lock, waiters and messages. It reports whether this call removed it; that it was
+// gone already is not an error. Errors: [ErrInvalidArgument], [ErrUnavailable].
+func (c *Client) Destroy(ctx context.Context, id string) (bool, error) {
+	resp, err := call(ctx, c.callTimeout, "destroy session", c.sessions.Destroy, &sessiondv1.DestroyRequest{SessionId: id}, attempts)
+	if err != nil {
+		return false, err
+	}
+	return resp.GetDestroyed(), nil
+}
+
+// duration leaves zero unset, so that the service's default applies.
+func duration(d time.Duration) *durationpb.Duration {
+	if d == 0 {
+		return nil
+	}
+	return durationpb.New(d)
+}
+
+// outcomeUnknown marks the failure of a write that was not retried and may have been carried out.
+func outcomeUnknown(err error) error {
+	if errors.Is(err, ErrUnavailable) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {
+		return &unknownOutcomeError{cause: err}
+	}
+	return err
+}

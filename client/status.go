@@ -1,0 +1,160 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
+)
+
+// errorDomain is the domain of the ErrorInfo in every status that a node makes itself.
+const errorDomain = "sessiond"
+
+// The kinds of errors, to be told apart with errors.Is. The errors that methods return are of type [*Error] and carry
+// the node's message and facts.
+var (
+	// ErrSessionNotFound: the session is missing, expired or destroyed; never a store that cannot be reached.
+	ErrSessionNotFound = errors.New("no such session")
+	// ErrSessionExists: Create was given an id in use.
+	ErrSessionExists = errors.New("session exists")
+	// ErrSessionTooLarge: the data is over the size limit, which the message names; what was stored stays.
+	ErrSessionTooLarge = errors.New("session too large")
+	// ErrRevisionMismatch: the session was written since the expected revision.
+	ErrRevisionMismatch = errors.New("session was written since")
+	// ErrSessionLocked: a save without a grant while the lock is held.
+	ErrSessionLocked = errors.New("session is locked by another")
+	// ErrLockTimeout: the lock was not had within the timeout.
+	ErrLockTimeout = errors.New("lock not had in time")
+	// ErrLockLost: the grant ended before the save.
+	ErrLockLost = errors.New("lock lost")
+	// ErrLockNotHeld: a release of what is not held.
+	ErrLockNotHeld = errors.New("lock not held")
+	// ErrLockAlreadyHeld: the holder holds this lock already.
+	ErrLockAlreadyHeld = errors.New("lock already held by this holder")
+	// ErrTooManyWaiters: the lock's queue is full.
+	ErrTooManyWaiters = errors.New("too many waiters")
+	// ErrMessageTooLarge: the message is over the size limit.
+	ErrMessageTooLarge = errors.New("message too large")
+	// ErrTooManyMessages: the session has too many stored messages.
+	ErrTooManyMessages = errors.New("too many stored messages")
+	// ErrInvalidArgument: the request is out of the limits that the message names. Nothing was done.
+	ErrInvalidArgument = errors.New("invalid argument")
+	// ErrUnavailable: no node, or no etcd behind it, can be reached. Nothing is known about the session.
+	ErrUnavailable = errors.New("sessiond unavailable")
+	// ErrInternal: something unexpected in the node, described in its log.
+	ErrInternal = errors.New("internal error")
+
+	// ErrOutcomeUnknown comes on top of the cause when a write was cut off after it was sent: it may have been
+	// carried out, or may still be.
+	ErrOutcomeUnknown = errors.New("outcome unknown")
+)
+
+// sentinels maps each reason to its error. What is not here is [ErrInternal].
+var sentinels = map[sessiondv1.ErrorReason]error{
+	sessiondv1.ErrorReason_ERROR_REASON_SESSION_NOT_FOUND:   ErrSessionNotFound,
+	sessiondv1.ErrorReason_ERROR_REASON_SESSION_EXISTS:      ErrSessionExists,
+	sessiondv1.ErrorReason_ERROR_REASON_SESSION_TOO_LARGE:   ErrSessionTooLarge,
+	sessiondv1.ErrorReason_ERROR_REASON_REVISION_MISMATCH:   ErrRevisionMismatch,
+	sessiondv1.ErrorReason_ERROR_REASON_SESSION_LOCKED:      ErrSessionLocked,
+	sessiondv1.ErrorReason_ERROR_REASON_LOCK_TIMEOUT:        ErrLockTimeout,
+	sessiondv1.ErrorReason_ERROR_REASON_LOCK_LOST:           ErrLockLost,
+	sessiondv1.ErrorReason_ERROR_REASON_LOCK_NOT_HELD:       ErrLockNotHeld,
+	sessiondv1.ErrorReason_ERROR_REASON_LOCK_ALREADY_HELD:   ErrLockAlreadyHeld,
+	sessiondv1.ErrorReason_ERROR_REASON_TOO_MANY_WAITERS:    ErrTooManyWaiters,
+	sessiondv1.ErrorReason_ERROR_REASON_MESSAGE_TOO_LARGE:   ErrMessageTooLarge,
+	sessiondv1.ErrorReason_ERROR_REASON_TOO_MANY_MESSAGES:   ErrTooManyMessages,
+	sessiondv1.ErrorReason_ERROR_REASON_INVALID_ARGUMENT:    ErrInvalidArgument,
+	sessiondv1.ErrorReason_ERROR_REASON_BACKEND_UNAVAILABLE: ErrUnavailable,
+	sessiondv1.ErrorReason_ERROR_REASON_SHUTTING_DOWN:       ErrUnavailable,
+	sessiondv1.ErrorReason_ERROR_REASON_INTERNAL:            ErrInternal,
+}
+
+// reasonPrefix is what ErrorInfo.reason leaves out of the enum's names.
+const reasonPrefix = "ERROR_REASON_"
+
+// Error is an error that a node reported.
+type Error struct {
+	// Op is what was tried: "save session".
+	Op string
+	// Reason is the kind, for machines; unspecified if no node made the error (the connection broke).
+	Reason sessiondv1.ErrorReason
+	// Message is the node's, for people.
+	Message string
+	// Metadata are the facts that go with the reason: see the proto's ErrorReason.
+	Metadata map[string]string
+	// RetryAfter tells when a retry may help; 0 if the node did not say.
+	RetryAfter time.Duration
+
+	kind error
+}
+
+// Error returns what was tried and why it failed.
+func (e *Error) Error() string { return e.Op + ": " + e.Message }
+
+// Unwrap returns the kind: one of this package's Err variables, or the context's error.
+func (e *Error) Unwrap() error { return e.kind }
+
+type unknownOutcomeError struct{ cause error }
+
+func (e *unknownOutcomeError) Error() string   { return fmt.Sprintf("%v (%v)", e.cause, ErrOutcomeUnknown) }
+func (e *unknownOutcomeError) Unwrap() []error { return []error{ErrOutcomeUnknown, e.cause} }
+
+// fromStatus is the one place that maps a gRPC status to an error of this package.
+func fromStatus(op string, err error) error {
+	st := status.Convert(err)
+	e := &Error{Op: op, Message: st.Message()}
+	for _, detail := range st.Details() {
+		switch d := detail.(type) {
+		case *errdetails.ErrorInfo:
+			if d.GetDomain() == errorDomain {
+				e.Reason = sessiondv1.ErrorReason(sessiondv1.ErrorReason_value[reasonPrefix+d.GetReason()])
+				e.Metadata = d.GetMetadata()
+			}
+		case *errdetails.RetryInfo:
+			e.RetryAfter = d.GetRetryDelay().AsDuration()
+		}
+	}
+	e.kind = kindOf(st.Code(), e.Reason)
+	return e
+}
+
+func kindOf(code codes.Code, reason sessiondv1.ErrorReason) error {
+	if kind, ok := sentinels[reason]; ok {
+		return kind
+	}
+	switch code {
+	case codes.Canceled:
+		return context.Canceled
+	case codes.DeadlineExceeded:
+		// A node answers within its own limits, so one that did not is out of reach as far as the caller can tell.
+		return errTimedOut
+	case codes.Unavailable:
+		return ErrUnavailable
+	case codes.InvalidArgument:
+		return ErrInvalidArgument
+	default:
+		return ErrInternal
+	}
+}
+
+// errTimedOut is an unavailable service and the end of a deadline at once.
+var errTimedOut = &timedOutError{}
+
+type timedOutError struct{}
+
+func (*timedOutError) Error() string   { return "no answer in time" }
+func (*timedOutError) Unwrap() []error { return []error{ErrUnavailable, context.DeadlineExceeded} }
+
+// retriable tells what another node may do better: a call that met no node, or one that shuts down. A node that cannot
+// reach its backend has said so after trying, and must be heard at once.
+func retriable(err error) bool {
+	var e *Error
+	return errors.As(fromStatus("", err), &e) && e.kind == ErrUnavailable &&
+		e.Reason != sessiondv1.ErrorReason_ERROR_REASON_BACKEND_UNAVAILABLE
+}
