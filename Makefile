@@ -64,7 +64,8 @@ lint: $(BIN)/golangci-lint $(BIN)/buf ## Check Go and proto style; changes nothi
 	@unformatted=$$(gofmt -l $(wildcard proto client mcpserver sessiond)); \
 	[ -z "$$unformatted" ] || { echo "not formatted; run gofmt -w on:"; echo "$$unformatted"; exit 1; }
 	@$(GO) vet ./...
-	@diff=$$($(GO) fix -diff ./... 2>&1) && [ -z "$$diff" ] || { echo "older idioms; run go fix ./... for:"; echo "$$diff"; exit 1; }
+	@diff=$$($(GO) fix -diff ./...) || [ -n "$$diff" ] || exit 1; \
+	[ -z "$$diff" ] || { echo "older idioms; run go fix ./... for:"; echo "$$diff"; exit 1; }
 	@$(BIN)/golangci-lint run
 	@$(BIN)/buf lint
 	@$(BIN)/buf format -d --exit-code || { echo "proto files not formatted; run .bin/buf format -w"; exit 1; }
