@@ -1,0 +1,9 @@
+//go:build unix && !linux
+
+package sessiondtest
+
+import "syscall"
+
+func sysProcAttr() *syscall.SysProcAttr {
+	return &syscall.SysProcAttr{Setpgid: true}
+}
