@@ -1,0 +1,530 @@
+// Drives an MCP server through scenarios with the TypeScript SDK's client, and reports each as one line of JSON.
+//
+//   node driver.mjs --url http://127.0.0.1:8080/mcp basics counter ...
+//
+// A line has the scenario's name, ok, what it found out, and how many requests each back-end served. The scenarios
+// check what a client can see by themselves; what only the test knows (how many back-ends there are, whether the lock
+// is on) the test checks in the lines. The exit code is 1 if a scenario failed, 2 for bad arguments.
+//
+// Every scenario looks at the raw HTTP exchange as well, because the SDK takes an answer from wherever it comes:
+// an answer must stand in the response to the POST that carried its request, and nowhere else (F2).
+
+import assert from 'node:assert/strict';
+import { createInterface } from 'node:readline';
+import { parseArgs } from 'node:util';
+import { Client } from '@modelcontextprotocol/sdk/client/index.js';
+import { StreamableHTTPClientTransport } from '@modelcontextprotocol/sdk/client/streamableHttp.js';
+import {
+  CreateMessageRequestSchema,
+  ElicitRequestSchema,
+  ListRootsRequestSchema,
+  LoggingMessageNotificationSchema,
+} from '@modelcontextprotocol/sdk/types.js';
+
+const TOOLS = ['echo', 'counter_add', 'note_set', 'notes_list', 'ask', 'sample', 'roots', 'slow', 'say', 'fail', 'panic'];
+
+/** One HTTP exchange, as it was seen on the wire. */
+class Exchange {
+  /** @param {string} method @param {any} message @param {Headers} headers */
+  constructor(method, message, headers) {
+    this.method = method;
+    this.message = message;
+    this.resumes = headers.has('last-event-id');
+    this.status = 0;
+    this.servedBy = '';
+    this.contentType = '';
+    this.body = '';
+    this.ended = false;
+  }
+  get isCall() {
+    return this.message?.id !== undefined && this.message?.method !== undefined;
+  }
+  get isAnswer() {
+    return this.message?.id !== undefined && this.message?.method === undefined;
+  }
+
+  /** What is wrong with the answers in this response, if anything. */
+  fault() {
+    if (this.status < 200 || this.status > 299 || this.resumes) {
+      return undefined;
+    }
+    const expected = this.isCall ? [this.message.id] : [];
+    const got = messages(this.contentType, this.body, this.ended)
+      .filter((m) => m.method === undefined)
+      .map((m) => m.id);
+    const what = `${this.method} ${JSON.stringify(this.message)?.slice(0, 200) ?? ''}`;
+    if (got.length > expected.length || got.some((id) => !expected.includes(id))) {
+      return `${what} brought the answers ${JSON.stringify(got)}`;
+    }
+    if (this.ended && got.length < expected.length) {
+      return `${what} ended without its answer: ${this.body.slice(0, 500)}`;
+    }
+    return undefined;
+  }
+}
+
+/** Records all exchanges of a client. */
+class Wire {
+  constructor() {
+    /** @type {Exchange[]} */
+    this.exchanges = [];
+    this.fetch = async (url, init = {}) => {
+      const x = new Exchange(init.method ?? 'GET', init.body ? JSON.parse(init.body) : undefined, new Headers(init.headers));
+      this.exchanges.push(x);
+      const response = await fetch(url, init);
+      x.status = response.status;
+      x.servedBy = response.headers.get('x-served-by') ?? '';
+      x.contentType = response.headers.get('content-type') ?? '';
+      return response.body ? new Response(record(x, response.body), response) : response;
+    };
+  }
+
+  /** @returns {Record<string, number>} */
+  served() {
+    const out = {};
+    for (const { servedBy } of this.exchanges) {
+      if (servedBy) {
+        out[servedBy] = (out[servedBy] ?? 0) + 1;
+      }
+    }
+    return out;
+  }
+}
+
+/** Passes a body on and keeps what came in the exchange. (A clone of the response can wait for ever once either is cut.) */
+function record(x, body) {
+  const reader = body.getReader();
+  const decoder = new TextDecoder();
+  return new ReadableStream({
+    async pull(controller) {
+      const { done, value } = await reader.read();
+      x.body += decoder.decode(value, { stream: !done });
+      if (done) {
+        x.ended = true;
+        controller.close();
+      } else {
+        controller.enqueue(value);
+      }
+    },
+    cancel: (reason) => reader.cancel(reason),
+  });
+}
+
+/** The JSON-RPC messages in a response body. */
+function messages(contentType, text, ended) {
+  if (contentType.startsWith('application/json')) {
+    return ended && text !== '' ? [JSON.parse(text)].flat() : [];
+  }
+  if (!contentType.startsWith('text/event-stream')) {
+    return [];
+  }
+  return text
+    .replaceAll('\r\n', '\n')
+    .split('\n\n')
+    .map((event) =>
+      event
+        .split('\n')
+        .filter((line) => line.startsWith('data:'))
+        .map((line) => line.slice('data:'.length).trimStart())
+        .join('\n'),
+    )
+    .filter((data) => data !== '')
+    .flatMap((data) => {
+      try {
+        return [JSON.parse(data)];
+      } catch {
+        assert.ok(!ended, `not JSON in an event: ${data}`);
+        return []; // cut off in the middle
+      }
+    });
+}
+
+/** A connected client together with its wire. */
+class Session {
+  /** @param {URL} url @param {{capabilities?: object}} options */
+  static async open(url, { capabilities = { elicitation: {}, sampling: {}, roots: {} } } = {}) {
+    const s = new Session();
+    s.url = url;
+    s.wire = new Wire();
+    /** @type {Error[]} */
+    s.errors = [];
+    s.client = new Client({ name: 'sessiond-e2e', version: '1.0.0' }, { capabilities });
+    s.client.onerror = (e) => s.errors.push(e);
+    s.transport = new StreamableHTTPClientTransport(url, { fetch: s.wire.fetch });
+    await s.client.connect(s.transport);
+    return s;
+  }
+
+  /** Calls a tool and gives the text of its result. */
+  async call(name, args = {}, options = undefined) {
+    const result = await this.client.callTool({ name, arguments: args }, undefined, options);
+    assert.notEqual(result.isError, true, `${name}: ${result.content?.[0]?.text}`);
+    assert.equal(result.content.length, 1, `${name}: one content`);
+    assert.equal(result.content[0].type, 'text');
+    return result.content[0].text;
+  }
+
+  /** Closes the client, and throws if anything on the wire was wrong. */
+  async close() {
+    await this.client.close();
+    assert.deepEqual(this.wire.exchanges.map((x) => x.fault()).filter((f) => f), []);
+  }
+}
+
+/** @type {Record<string, (url: URL) => Promise<object>>} */
+const scenarios = {
+  // The handshake, lists and a call, all of it on different back-ends.
+  async basics(url) {
+    const s = await Session.open(url);
+    const names = (await s.client.listTools()).tools.map((t) => t.name);
+    for (const tool of TOOLS) {
+      assert.ok(names.includes(tool), `tools/list has no ${tool}: ${names}`);
+    }
+    const { resources } = await s.client.listResources();
+    assert.ok(resources.length > 0, 'resources/list is empty');
+    for (const { uri } of resources) {
+      const { contents } = await s.client.readResource({ uri });
+      assert.ok(contents.length > 0, `resources/read ${uri} is empty`);
+    }
+    for (const text of ['hello', '', 'Zwölf Boxkämpfer 🥊\n\r\n\t"quoted" \\ data: x\n\nevent: y', 'x'.repeat(200_000)]) {
+      assert.equal(await s.call('echo', { text }), text);
+    }
+    await s.client.ping();
+    const sessionId = s.transport.sessionId;
+    assert.match(sessionId ?? '', /^[\x21-\x7e]{1,128}$/, 'session id');
+    await s.close();
+    return { sessionId, server: s.client.getServerVersion(), protocol: s.transport.protocolVersion, served: s.wire.served() };
+  },
+
+  // A session's value adds up over calls that every back-end takes part in, and is that session's own.
+  async counter(url) {
+    const [s, other] = [await Session.open(url), await Session.open(url)];
+    let total = 0;
+    for (let i = 1; i <= 100; i++) {
+      total += i;
+      assert.equal(await s.call('counter_add', { by: i }), String(total), `call ${i}`);
+      if (i % 25 === 0) {
+        assert.equal(await other.call('counter_add', { by: 1 }), String(i / 25), 'the other session');
+      }
+    }
+    await s.close();
+    await other.close();
+    return { total, served: s.wire.served() };
+  },
+
+  // Three questions in one call, each answered by a POST of its own on whichever back-end is next.
+  async ask(url) {
+    const s = await Session.open(url);
+    const questions = [];
+    s.client.setRequestHandler(ElicitRequestSchema, ({ params }) => {
+      assert.deepEqual(Object.keys(params.requestedSchema.properties), ['answer']);
+      questions.push(params.message);
+      return { action: 'accept', content: { answer: `answer ${questions.length}` } };
+    });
+    const rounds = 5;
+    const hops = [];
+    for (let round = 1; round <= rounds; round++) {
+      questions.length = 0;
+      const before = s.wire.exchanges.length;
+      const text = await s.call('ask', { questions: 3 });
+      assert.deepEqual(JSON.parse(text), ['answer 1', 'answer 2', 'answer 3']);
+      assert.equal(questions.length, 3);
+      const exchanges = s.wire.exchanges.slice(before);
+      const asker = exchanges.find((x) => x.isCall);
+      const answers = exchanges.filter((x) => x.isAnswer);
+      assert.equal(answers.length, 3, 'POSTs with an answer');
+      hops.push([asker, ...answers]);
+    }
+    // A result may overtake the response to the last answer.
+    await until(() => s.wire.exchanges.every((x) => !x.isAnswer || x.status === 202), 'every answer is accepted (202)');
+    await s.close();
+    return { hops: hops.map((round) => round.map((x) => x.servedBy)), served: s.wire.served() };
+  },
+
+  // While a handler waits for its answer other requests of the session run, and what they change stays (F8).
+  async 'ask-while-busy'(url) {
+    const s = await Session.open(url);
+    let asked = 0;
+    s.client.setRequestHandler(ElicitRequestSchema, async () => {
+      asked++;
+      assert.equal(await s.call('counter_add', { by: 1 }), String(asked));
+      await s.call('note_set', { key: `asked ${asked}`, value: 'yes' });
+      await s.client.listTools();
+      return { action: 'accept', content: { answer: String(asked) } };
+    });
+    assert.deepEqual(JSON.parse(await s.call('ask', { questions: 3 })), ['1', '2', '3']);
+    assert.equal(await s.call('counter_add', { by: 0 }), '3');
+    assert.deepEqual(JSON.parse(await s.call('notes_list')), { 'asked 1': 'yes', 'asked 2': 'yes', 'asked 3': 'yes' });
+    await s.close();
+    return { asked, served: s.wire.served() };
+  },
+
+  // Several calls of one session wait for answers at the same time; each gets its own.
+  async 'ask-in-parallel'(url) {
+    const s = await Session.open(url);
+    let asked = 0;
+    s.client.setRequestHandler(ElicitRequestSchema, async () => {
+      const answer = `answer ${++asked}`;
+      await Promise.resolve();
+      return { action: 'accept', content: { answer } };
+    });
+    const calls = await Promise.all(Array.from({ length: 10 }, () => s.call('ask', { questions: 2 })));
+    const answers = calls.flatMap((text) => JSON.parse(text));
+    assert.equal(answers.length, 20);
+    assert.equal(new Set(answers).size, 20, `answers got mixed up: ${answers}`);
+    await s.close();
+    return { asked, served: s.wire.served() };
+  },
+
+  // A client that cannot be asked: the tool's call fails at once, with a reason, and nothing else does (F9).
+  async 'cannot-be-asked'(url) {
+    const s = await Session.open(url, { capabilities: {} });
+    const begin = Date.now();
+    const errors = [];
+    for (const [name, args] of [['ask', { questions: 1 }], ['sample', { prompt: 'x' }], ['roots', {}]]) {
+      const result = await s.client.callTool({ name, arguments: args });
+      assert.equal(result.isError, true, `${name} did not fail`);
+      errors.push(result.content[0].text);
+    }
+    const ms = Date.now() - begin;
+    assert.ok(ms < 5_000, `it took ${ms} ms to fail`);
+    assert.equal(await s.call('echo', { text: 'still here' }), 'still here');
+    await s.close();
+    return { errors, served: s.wire.served() };
+  },
+
+  async sampling(url) {
+    const s = await Session.open(url);
+    s.client.setRequestHandler(CreateMessageRequestSchema, ({ params }) => ({
+      model: 'e2e',
+      role: 'assistant',
+      content: { type: 'text', text: `sampled: ${params.messages[0].content.text}` },
+    }));
+    for (let i = 0; i < 5; i++) {
+      assert.equal(await s.call('sample', { prompt: `prompt ${i}` }), `sampled: prompt ${i}`);
+    }
+    await s.close();
+    return { served: s.wire.served() };
+  },
+
+  async roots(url) {
+    const s = await Session.open(url);
+    s.client.setRequestHandler(ListRootsRequestSchema, () => ({ roots: [{ uri: 'file:///e2e/root', name: 'e2e' }] }));
+    for (let i = 0; i < 5; i++) {
+      assert.match(await s.call('roots'), /file:\/\/\/e2e\/root/);
+    }
+    await s.close();
+    return { served: s.wire.served() };
+  },
+
+  // Progress comes on the request's own stream, in order, before the result (F19).
+  async progress(url) {
+    const s = await Session.open(url);
+    const seen = [];
+    await s.call('slow', { seconds: 2 }, { onprogress: (p) => seen.push(p.progress) });
+    const during = seen.length;
+    assert.ok(during >= 2, `progress before the result: ${seen}`);
+    assert.deepEqual(seen, [...seen].sort((a, b) => a - b));
+    await s.close();
+    assert.equal(seen.length, during, 'progress after the result');
+    return { progress: seen, served: s.wire.served() };
+  },
+
+  // A level set on one back-end holds on all (F12), and the messages come in order.
+  async logging(url) {
+    const s = await Session.open(url);
+    const seen = [];
+    s.client.setNotificationHandler(LoggingMessageNotificationSchema, ({ params }) => {
+      seen.push(params);
+    });
+    const say = async (count) => {
+      seen.length = 0;
+      await s.call('say', { count, interval_ms: 10 });
+      return seen.map((p) => JSON.stringify(p.data));
+    };
+    for (let i = 0; i < 4; i++) {
+      await s.client.setLoggingLevel('debug');
+      const all = await say(5);
+      assert.equal(all.length, 5, `messages at level debug: ${all}`);
+      assert.equal(new Set(all).size, 5, `the same message twice: ${all}`);
+      await s.client.setLoggingLevel('emergency');
+      assert.deepEqual(await say(5), [], 'messages at level emergency');
+    }
+    await s.close();
+    return { served: s.wire.served() };
+  },
+
+  // A tool that fails, one that does not exist, one that panics: an error each, and the session goes on (F14).
+  async errors(url) {
+    const s = await Session.open(url);
+    assert.equal(await s.call('counter_add', { by: 7 }), '7');
+    const failed = await s.client.callTool({ name: 'fail', arguments: { message: 'on purpose' } });
+    assert.equal(failed.isError, true);
+    assert.match(failed.content[0].text, /on purpose/);
+    let unknown = '';
+    try {
+      const result = await s.client.callTool({ name: 'no_such_tool', arguments: {} });
+      assert.equal(result.isError, true);
+      unknown = result.content[0].text;
+    } catch (e) {
+      unknown = String(e);
+    }
+    let panicked = '';
+    const begin = Date.now();
+    try {
+      const result = await s.client.callTool({ name: 'panic', arguments: {} });
+      assert.equal(result.isError, true);
+      panicked = result.content[0].text;
+    } catch (e) {
+      panicked = String(e);
+    }
+    assert.equal(await s.call('counter_add', { by: 1 }), '8');
+    const ms = Date.now() - begin;
+    assert.ok(ms < 5_000, `a panic held up the session for ${ms} ms`);
+    await s.close();
+    return { unknown, panicked, served: s.wire.served() };
+  },
+
+  // DELETE ends the session on every back-end and for every method (F13).
+  async delete(url) {
+    const s = await Session.open(url);
+    assert.equal(await s.call('counter_add', { by: 1 }), '1');
+    const headers = {
+      'content-type': 'application/json',
+      accept: 'application/json, text/event-stream',
+      'mcp-session-id': s.transport.sessionId,
+      'mcp-protocol-version': s.transport.protocolVersion,
+    };
+    await s.transport.terminateSession();
+    const gone = s.wire.exchanges.at(-1);
+    assert.equal(gone.method, 'DELETE');
+    const after = [];
+    for (let i = 0; i < 4; i++) {
+      for (const [method, body] of [
+        ['POST', JSON.stringify({ jsonrpc: '2.0', id: i, method: 'tools/list' })],
+        ['POST', JSON.stringify({ jsonrpc: '2.0', method: 'notifications/roots/list_changed' })],
+        ['GET', undefined],
+      ]) {
+        const response = await s.wire.fetch(url, { method, headers, body });
+        await response.body?.cancel();
+        after.push(response.status);
+      }
+    }
+    assert.deepEqual(after, Array(12).fill(404), 'after DELETE');
+    const again = await s.wire.fetch(url, { method: 'DELETE', headers });
+    await again.body?.cancel();
+    assert.ok(again.ok || again.status === 404, `a second DELETE: ${again.status}`);
+    await s.close();
+    return { status: gone.status, again: again.status, served: s.wire.served() };
+  },
+
+  // Answers get neither lost nor swapped: 1,000 calls, ten at a time, and 200 pairs of lists, all on one session.
+  async load(url) {
+    const s = await Session.open(url);
+    let right = 0;
+    const begin = Date.now();
+    const calls = async () => {
+      for (let round = 0; round < 100; round++) {
+        await Promise.all(
+          Array.from({ length: 10 }, async (_, i) => {
+            const text = `round ${round}, call ${i}`;
+            assert.equal(await s.call('echo', { text }), text);
+            right++;
+          }),
+        );
+      }
+    };
+    const lists = async () => {
+      for (let round = 0; round < 200; round++) {
+        const [tools, resources] = await Promise.all([s.client.listTools(), s.client.listResources()]);
+        assert.ok(tools.tools.some((t) => t.name === 'echo') && !('resources' in tools), 'tools/list');
+        assert.ok(resources.resources.length > 0 && !('tools' in resources), 'resources/list');
+        right += 2;
+      }
+    };
+    await Promise.all([calls(), lists()]);
+    assert.equal(right, 1_400);
+    const ms = Date.now() - begin;
+    await s.close();
+    return { right, ms, served: s.wire.served() };
+  },
+
+  // Calls that change different values of one session at the same time all keep their change (F3).
+  async notes(url) {
+    const s = await Session.open(url);
+    const keys = Array.from({ length: 50 }, (_, i) => `key ${i}`);
+    await Promise.all(keys.map((key) => s.call('note_set', { key, value: `value of ${key}` })));
+    const want = Object.fromEntries(keys.map((key) => [key, `value of ${key}`]));
+    assert.deepEqual(JSON.parse(await s.call('notes_list')), want);
+    await s.close();
+    return { notes: keys.length, served: s.wire.served() };
+  },
+
+  // With the lock, calls that add to the same value run one after the other: every total comes up once (F4).
+  async 'parallel-counter'(url) {
+    const s = await Session.open(url);
+    const totals = await Promise.all(Array.from({ length: 50 }, () => s.call('counter_add', { by: 1 })));
+    assert.deepEqual(totals.map(Number).sort((a, b) => a - b), Array.from({ length: 50 }, (_, i) => i + 1));
+    assert.equal(await s.call('counter_add', { by: 0 }), '50');
+    await s.close();
+    return { total: 50, served: s.wire.served() };
+  },
+
+  // One call for each line on standard input ({"tool": ..., "args": ...}), one line of output for each; the test breaks
+  // things in between. A call that fails is reported, not fatal.
+  async steps(url) {
+    const s = await Session.open(url);
+    print({ sessionId: s.transport.sessionId });
+    for await (const line of createInterface({ input: process.stdin })) {
+      const { tool, args } = JSON.parse(line);
+      const before = s.wire.exchanges.length;
+      let answer;
+      try {
+        answer = { text: await s.call(tool, args) };
+      } catch (e) {
+        answer = { error: String(e) };
+      }
+      const call = s.wire.exchanges.slice(before).find((x) => x.isCall);
+      print({ ...answer, status: call?.status, servedBy: call?.servedBy });
+    }
+    await s.close();
+    return { served: s.wire.served() };
+  },
+};
+
+/** Waits until something is so. */
+async function until(is, what) {
+  for (const end = Date.now() + 10_000; !is(); ) {
+    assert.ok(Date.now() < end, `in vain: ${what}`);
+    await new Promise((done) => setTimeout(done, 10));
+  }
+}
+
+function print(line) {
+  process.stdout.write(JSON.stringify(line) + '\n');
+}
+
+let args;
+try {
+  args = parseArgs({ options: { url: { type: 'string' } }, allowPositionals: true });
+  assert.ok(args.values.url && args.positionals.length > 0, 'usage: node driver.mjs --url URL SCENARIO...');
+  for (const name of args.positionals) {
+    assert.ok(scenarios[name], `no scenario ${name}; there are: ${Object.keys(scenarios).join(', ')}`);
+  }
+} catch (e) {
+  process.stderr.write(`${e.message}\n`);
+  process.exit(2);
+}
+
+for (const scenario of args.positionals) {
+  const begin = Date.now();
+  try {
+    const facts = await scenarios[scenario](new URL(args.values.url));
+    print({ scenario, ok: true, took_ms: Date.now() - begin, ...facts });
+  } catch (e) {
+    print({ scenario, ok: false, took_ms: Date.now() - begin, error: e.stack ?? String(e) });
+    process.exitCode = 1;
+  }
+}
+// A scenario that failed in the middle leaves its streams open.
+process.exit();
