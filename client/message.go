@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"iter"
 	"math/rand/v2"
 	"time"
 
@@ -54,11 +55,10 @@ func (c *Client) Trim(ctx context.Context, id, stream string, through uint64) er
 	return err
 }
 
-// Subscription delivers messages. Its methods are for one goroutine, but for Close.
-type Subscription struct {
+// subscription is a Subscribe call under way, over as many streams of gRPC as it takes.
+type subscription struct {
 	client   *Client
-	ctx      context.Context //nolint:containedctx // A subscription is a call under way; the context is the call's.
-	cancel   context.CancelFunc
+	ctx      context.Context //nolint:containedctx // It is the call's, which outlives the function that makes it.
 	request  *sessiondv1.SubscribeRequest
 	stream   subscribeStream
 	hangUp   context.CancelCauseFunc // ends the present stream
@@ -71,24 +71,33 @@ type subscribeStream interface {
 }
 
 // Subscribe delivers streams of a session from after a position on (0: from the oldest stored message), each message
-// once, in order. It returns when the node has confirmed: what is published from then on is delivered. A connection
-// that breaks is made anew, on any node, where it broke off. ctx bounds the whole subscription; Close ends it too.
-// Errors: [ErrSessionNotFound], [ErrInvalidArgument], [ErrUnavailable].
-func (c *Client) Subscribe(ctx context.Context, id string, after uint64, streams ...string) (*Subscription, error) {
-	ctx, cancel := context.WithCancel(ctx)
-	s := &Subscription{
-		client: c, ctx: ctx, cancel: cancel, position: after,
+// once, in order. It returns when the node has confirmed: what is published from then on is delivered. The messages come
+// from the iterator, which is to be ranged over once, by one goroutine; it waits for the next one until ctx ends, which
+// the caller has to see to, also if it does not range at all. A connection that breaks is made anew, on any node, where it
+// broke off, for as long as it takes; nothing is lost that has not outlived its TTL. Errors, here and at the
+// iterator's end: [ErrSessionNotFound] (the session has ended), [ErrInvalidArgument], [ErrInternal]; here also
+// [ErrUnavailable], there ctx's error.
+func (c *Client) Subscribe(ctx context.Context, id string, after uint64, streams ...string) (iter.Seq2[Message, error], error) {
+	s := &subscription{
+		client: c, ctx: ctx, position: after,
 		request: &sessiondv1.SubscribeRequest{SessionId: id, Streams: streams},
 	}
 	if err := s.connect(); err != nil {
-		cancel()
 		return nil, err
 	}
-	return s, nil
+	return func(yield func(Message, error) bool) {
+		defer s.hangUp(nil)
+		for {
+			m, err := s.receive()
+			if !yield(m, err) || err != nil {
+				return
+			}
+		}
+	}, nil
 }
 
 // connect opens the stream after the last position and waits for the first answer.
-func (s *Subscription) connect() error {
+func (s *subscription) connect() error {
 	if s.hangUp != nil {
 		s.hangUp(nil)
 	}
@@ -118,20 +127,15 @@ func (s *Subscription) connect() error {
 	return nil
 }
 
-func (s *Subscription) take(resp *sessiondv1.SubscribeResponse) {
+func (s *subscription) take(resp *sessiondv1.SubscribeResponse) {
 	s.pending = resp.GetMessages()
 	if len(s.pending) == 0 {
 		s.position = max(s.position, resp.GetPosition())
 	}
 }
 
-// Position is where to go on with a later subscription: everything up to it has been returned by Recv.
-func (s *Subscription) Position() uint64 { return s.position }
-
-// Recv returns the next message; it waits for one. Errors: [ErrSessionNotFound] when the session has ended, the
-// context's error after Close or the end of the subscription's context, [ErrInternal]. While no node can be reached it
-// waits and tries again; nothing is lost that has not outlived its TTL.
-func (s *Subscription) Recv() (Message, error) {
+// receive waits for the next message.
+func (s *subscription) receive() (Message, error) {
 	for {
 		for len(s.pending) > 0 {
 			m := s.pending[0]
@@ -154,7 +158,7 @@ func (s *Subscription) Recv() (Message, error) {
 }
 
 // reconnect goes on after a break, with back-off, until it succeeds or trying again cannot help.
-func (s *Subscription) reconnect(cause error) error {
+func (s *subscription) reconnect(cause error) error {
 	const slowest = time.Second
 	delay := 10 * time.Millisecond
 	for {
@@ -184,6 +188,3 @@ func asError(err error) error {
 	}
 	return fromStatus("subscribe", err)
 }
-
-// Close ends the subscription. It may be called by any goroutine, more than once.
-func (s *Subscription) Close() { s.cancel() }

@@ -1,0 +1,229 @@
+package mcpserver
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
+
+	"github.com/sessiond/sessiond/client"
+)
+
+// The streams of a session.
+const (
+	// controlStream carries what a request under way must hear, wherever it runs.
+	controlStream = "control"
+	// standaloneStream carries what is due on the client's standalone stream (GET), wherever that is open, and keeps it
+	// while it is not.
+	standaloneStream = "standalone"
+)
+
+// control is a message of the control stream: exactly one of Answer, Cancel and Takeover is set. The keys are short, so that
+// an answer fits whenever the POST that brought it did (M4).
+type control struct {
+	// Answer is the id of the question that Result or Error answers.
+	Answer string          `json:"answer,omitempty"`
+	Result json.RawMessage `json:"result,omitempty"`
+	Error  json.RawMessage `json:"error,omitempty"`
+	// Cancel is the id of the request that the client cancelled, as it sent it.
+	Cancel json.RawMessage `json:"cancel,omitempty"`
+	// Takeover names the standalone stream that takes over from older ones.
+	Takeover string `json:"takeover,omitempty"`
+}
+
+// capabilityFor is what a client must have declared to be asked.
+var capabilityFor = map[string]string{
+	methodElicit:        "elicitation",
+	methodCreateMessage: "sampling",
+	methodListRoots:     "roots",
+}
+
+// controlTTL is how long an answer or a cancellation waits for a replica that is reconnecting.
+const controlTTL = 5 * time.Minute
+
+// ask sends a handler's question to the client (F8, F9). The handler goes on, with the answer or an error, when the SDK is
+// fed a response.
+func (x *exchange) ask(ctx context.Context, m *jsonrpc.Request) {
+	fail := func(err error) { x.conn.feed(&jsonrpc.Response{ID: m.ID, Error: err}) }
+	if m.Method == methodPing && exchangeOf(ctx) != x {
+		// The SDK's keep-alive. A connection that lives as long as one request needs none.
+		x.conn.feed(&jsonrpc.Response{ID: m.ID, Result: json.RawMessage(`{}`)})
+		return
+	}
+	if x.session == nil {
+		fail(ErrNoSession)
+		return
+	}
+	if x.over || x.reply == nil || !x.reply.streamOK {
+		fail(ErrNoStream)
+		return
+	}
+	if capability := capabilityFor[m.Method]; capability != "" && !x.session.declares(capability) {
+		fail(fmt.Errorf("%w: %s", ErrNoCapability, capability))
+		return
+	}
+	// The subscription comes before the question, or a quick answer would be missed; the save and the release come before
+	// it too, so that what the client does next finds the handler's changes and a free lock.
+	if err := x.watch(); err != nil {
+		fail(fmt.Errorf("ask the client: %w", err))
+		return
+	}
+	if err := x.session.save(x.ctx, true); err != nil {
+		fail(fmt.Errorf("save the session before asking the client: %w", err))
+		return
+	}
+	x.stopLockTimer()
+	id := rand.Text()
+	x.asks[id] = &ask{id: m.ID, timer: time.AfterFunc(x.h.opts.AskTimeout, func() {
+		_ = x.post(func() {
+			x.resolve(id, &jsonrpc.Response{Error: fmt.Errorf("%w (%s)", ErrAskTimeout, x.h.opts.AskTimeout)})
+		})
+	})}
+	x.reply.stream()
+	x.reply.event(encodeRequest(id, m.Method, m.Params))
+}
+
+func (s *session) declares(capability string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.rec.declares(capability)
+}
+
+// withdraw passes on that the handler no longer waits for an answer. The handler may have gone on already.
+func (x *exchange) withdraw(m *jsonrpc.Request) {
+	var params map[string]json.RawMessage
+	if json.Unmarshal(m.Params, &params) != nil {
+		return
+	}
+	for id, a := range x.asks {
+		if string(marshal(a.id.Raw())) == string(params["requestId"]) {
+			a.timer.Stop()
+			delete(x.asks, id)
+			params["requestId"] = marshal(id)
+			x.reply.event(encodeRequest("", m.Method, marshal(params)))
+			return
+		}
+	}
+}
+
+// resolve takes the answer to a question, from the client or instead of it. A second answer finds no question.
+func (x *exchange) resolve(id string, response *jsonrpc.Response) {
+	a, ok := x.asks[id]
+	if !ok || x.over {
+		return
+	}
+	a.timer.Stop()
+	delete(x.asks, id)
+	response.ID = a.id
+	x.answers = append(x.answers, response)
+	if x.resuming {
+		return
+	}
+	x.resuming = true
+	// To have the lock again can take as long as it takes others; meanwhile the stream wants comments.
+	x.started.Go(func() {
+		err := x.session.resume(x.ctx)
+		if x.post(func() { x.resumed(err) }) != nil {
+			// The exchange ended meanwhile; nobody else gives back what was just acquired.
+			x.releaseLock()
+		}
+	})
+}
+
+// resumed lets the handlers go on with their answers, on the session read afresh; or with an error if that failed.
+func (x *exchange) resumed(err error) {
+	x.resuming = false
+	if err != nil {
+		if x.session.locker != nil {
+			err = fmt.Errorf("%w: %w", ErrLockNotRegained, err)
+		}
+		x.h.log.Warn("handler's wait for the client ends with an error", slog.Any("error", err))
+	} else {
+		x.armLockTimer()
+	}
+	answers, deferred := x.answers, x.deferred
+	x.answers, x.deferred = nil, nil
+	for _, response := range answers {
+		if err != nil {
+			response = &jsonrpc.Response{ID: response.ID, Error: err}
+		}
+		x.conn.feed(response)
+	}
+	for _, action := range deferred {
+		x.whenResumed(action)
+	}
+}
+
+// watch subscribes to the session's control stream. It returns once the subscription stands.
+func (x *exchange) watch() error {
+	if x.watching || x.session == nil {
+		return nil
+	}
+	messages, err := x.h.opts.Messages.Subscribe(x.ctx, x.session.id, x.session.position, controlStream)
+	if err != nil {
+		return err
+	}
+	x.watching = true
+	x.started.Go(func() {
+		for m, err := range messages {
+			switch {
+			case errors.Is(err, client.ErrSessionNotFound):
+				_ = x.post(x.sessionEnded)
+			case err != nil:
+				if x.ctx.Err() == nil {
+					x.h.log.Error("subscription to a session's control stream failed", slog.Any("error", err))
+				}
+			case x.post(func() { x.control(m) }) != nil:
+				return
+			}
+		}
+	})
+	return nil
+}
+
+// control handles a message of the control stream.
+func (x *exchange) control(m client.Message) {
+	var c control
+	if err := json.Unmarshal(m.Payload, &c); err != nil {
+		x.h.log.Error("message of a session's control stream cannot be read", slog.Any("error", err))
+		return
+	}
+	switch {
+	case c.Answer != "":
+		response := &jsonrpc.Response{Result: c.Result}
+		if c.Error != nil {
+			rpcError := &jsonrpc.Error{}
+			if err := json.Unmarshal(c.Error, rpcError); err != nil {
+				rpcError.Message = fmt.Sprintf("the client's error cannot be read: %v", err)
+			}
+			response.Error = rpcError
+		}
+		x.resolve(c.Answer, response)
+	case c.Cancel != nil:
+		x.cancelCall(c.Cancel)
+	}
+}
+
+// cancelCall cancels the handler of the request with the client's id, and suppresses its answer (F10).
+func (x *exchange) cancelCall(id json.RawMessage) {
+	for n, call := range x.calls {
+		if string(call.id) == string(id) && !call.answered {
+			call.cancelled = true
+			x.conn.feed(&jsonrpc.Request{Method: notifyCancelled, Params: marshal(map[string]any{"requestId": n})})
+		}
+	}
+}
+
+// isAskID tells whether an id can be one that ask made. What cannot is not worth a commit.
+func isAskID(id json.RawMessage) (string, bool) {
+	var s string
+	if json.Unmarshal(id, &s) != nil || len(s) != len(rand.Text()) {
+		return "", false
+	}
+	return s, true
+}
