@@ -238,7 +238,8 @@ func checkPackageDocs(t *tree) []string {
 	for _, dir := range slices.Sorted(maps.Keys(byDir)) {
 		if p := byDir[dir]; !p.documented {
 			problems = append(problems, t.at(p.first.Name,
-				"package %s has no doc comment: say what it is for and why not the obvious alternative", p.first.Name.Name))
+				"package %s has no doc comment: say what it is for and why not the obvious alternative "+
+					"(beside generated files: in a doc.go)", p.first.Name.Name))
 		}
 	}
 	return problems
