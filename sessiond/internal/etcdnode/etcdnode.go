@@ -1,0 +1,218 @@
+// Package etcdnode connects a node to etcd: to a member that it embeds, or to the members of a cluster.
+//
+// An embedded member is a cluster of one. It listens for clients on a unix socket in a folder of its own and for peers
+// not at all, so that any number of them run on one machine without a port to choose. Watches go through that socket
+// and never through etcd's in-process client, whose watch adapter can deadlock when watches are cancelled.
+package etcdnode
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/url"
+	"os"
+	"path/filepath"
+	"sync/atomic"
+	"time"
+
+	"go.etcd.io/etcd/client/pkg/v3/fileutil"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.etcd.io/etcd/server/v3/embed"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+)
+
+const (
+	quotaBytes = 8 << 30
+	// History that an embedded member keeps. Nothing reads history: a watch that falls behind reads anew.
+	compactAfter = "1m"
+	// What a request may carry beside a session's or message chunk's bytes.
+	requestOverhead = 512 << 10
+	// The longest path that fits a unix socket's address everywhere (104 bytes on some systems, with the final zero).
+	maxSocketPath = 100
+)
+
+// ErrDataDirInUse says that another process runs on the data folder.
+var ErrDataDirInUse = errors.New("data folder is in use by another process")
+
+// Node is a connection to etcd, with the embedded member if there is one. Its methods may be called concurrently.
+type Node struct {
+	client    *clientv3.Client
+	member    *embed.Etcd
+	lock      *fileutil.LockedFile
+	socketDir string
+	endpoints []string
+	closing   atomic.Bool // etcd reports its own end as a row of errors
+}
+
+// EmbedConfig describes an embedded member.
+type EmbedConfig struct {
+	// DataDir is the data folder; made if missing.
+	DataDir string
+	// MaxValueBytes is the largest value that has to fit into one request.
+	MaxValueBytes int
+	// Logger takes what etcd has to say at warn level and above.
+	Logger *slog.Logger
+}
+
+// Embed starts an etcd member in this process and connects to it. It returns when the member serves, with
+// ErrDataDirInUse if another process runs on the data folder, or when ctx ends.
+func Embed(ctx context.Context, cfg EmbedConfig) (_ *Node, err error) {
+	n := &Node{}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, n.Close())
+		}
+	}()
+
+	if err := os.MkdirAll(cfg.DataDir, 0o700); err != nil {
+		return nil, fmt.Errorf("data folder: %w", err)
+	}
+	// etcd itself would wait for the other process's database lock, silently and for ever.
+	lockPath := filepath.Join(cfg.DataDir, "sessiond.lock")
+	n.lock, err = fileutil.TryLockFile(lockPath, os.O_WRONLY|os.O_CREATE, 0o600)
+	if errors.Is(err, fileutil.ErrLocked) {
+		return nil, fmt.Errorf("%w: %s", ErrDataDirInUse, cfg.DataDir)
+	} else if err != nil {
+		return nil, fmt.Errorf("data folder: %w", err)
+	}
+
+	socket, err := n.makeSocketPath()
+	if err != nil {
+		return nil, err
+	}
+
+	ec := embed.NewConfig()
+	ec.Name = "sessiond"
+	ec.Dir = filepath.Join(cfg.DataDir, "etcd")
+	ec.InitialCluster = ec.InitialClusterFromName(ec.Name)
+	ec.ListenPeerUrls = nil
+	ec.ListenClientUrls = []url.URL{{Scheme: "unix", Path: socket}}
+	ec.QuotaBackendBytes = quotaBytes
+	ec.MaxRequestBytes = uint(max(cfg.MaxValueBytes, 1<<20) + requestOverhead)
+	ec.MaxTxnOps = 512
+	ec.AutoCompactionMode = embed.CompactorModePeriodic
+	ec.AutoCompactionRetention = compactAfter
+	ec.GRPCKeepAliveMinTime = time.Second
+	ec.ZapLoggerBuilder = embed.NewZapLoggerBuilder(newZap(cfg.Logger, &n.closing))
+
+	n.member, err = embed.StartEtcd(ec)
+	if err != nil {
+		return nil, fmt.Errorf("start etcd: %w", err)
+	}
+	select {
+	case <-n.member.Server.ReadyNotify():
+	case <-n.member.Server.StopNotify():
+		return nil, errors.New("start etcd: the member stopped")
+	case err := <-n.member.Err():
+		return nil, fmt.Errorf("start etcd: %w", err)
+	case <-ctx.Done():
+		return nil, fmt.Errorf("start etcd: %w", context.Cause(ctx))
+	}
+
+	if err := n.connect([]string{"unix://" + socket}, cfg.Logger); err != nil {
+		return nil, err
+	}
+	return n, nil
+}
+
+// Connect makes a client of a cluster. It does not wait for the cluster: while no member can be reached, calls fail.
+func Connect(endpoints []string, logger *slog.Logger) (*Node, error) {
+	n := &Node{}
+	if err := n.connect(endpoints, logger); err != nil {
+		return nil, err
+	}
+	return n, nil
+}
+
+func (n *Node) connect(endpoints []string, logger *slog.Logger) error {
+	client, err := clientv3.New(clientv3.Config{
+		Endpoints:            endpoints,
+		DialKeepAliveTime:    5 * time.Second,
+		DialKeepAliveTimeout: 2 * time.Second,
+		PermitWithoutStream:  true,
+		Logger:               newZap(logger, &n.closing),
+		DialOptions: []grpc.DialOption{grpc.WithConnectParams(grpc.ConnectParams{
+			Backoff:           backoff.Config{BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second},
+			MinConnectTimeout: 2 * time.Second,
+		})},
+	})
+	if err != nil {
+		return fmt.Errorf("etcd client: %w", err)
+	}
+	n.client = client
+	n.endpoints = endpoints
+	return nil
+}
+
+// makeSocketPath makes a folder that only this user can open, and names a socket in it.
+func (n *Node) makeSocketPath() (string, error) {
+	for _, base := range []string{os.TempDir(), "/tmp"} {
+		dir, err := os.MkdirTemp(base, "sessiond-")
+		if err != nil {
+			return "", fmt.Errorf("socket folder: %w", err)
+		}
+		n.socketDir = dir
+		if path := filepath.Join(dir, "etcd.sock"); len(path) <= maxSocketPath {
+			return path, nil
+		}
+		if err := os.RemoveAll(dir); err != nil {
+			return "", fmt.Errorf("socket folder: %w", err)
+		}
+	}
+	return "", errors.New("socket folder: its path is too long for a unix socket")
+}
+
+// Client is the client for everything.
+func (n *Node) Client() *clientv3.Client { return n.client }
+
+// Endpoints are the addresses that the client uses; those of an embedded member serve other nodes of this machine too.
+func (n *Node) Endpoints() []string { return n.endpoints }
+
+// Member is the embedded member, or nil.
+func (n *Node) Member() *embed.Etcd { return n.member }
+
+// Failed is closed when the embedded member has stopped. It is nil without one.
+func (n *Node) Failed() <-chan struct{} {
+	if n.member == nil {
+		return nil
+	}
+	return n.member.Server.StopNotify()
+}
+
+// Close closes the connection and stops the embedded member.
+func (n *Node) Close() error {
+	n.closing.Store(true)
+	var errs []error
+	if n.client != nil {
+		if err := n.client.Close(); err != nil && !errors.Is(err, context.Canceled) {
+			errs = append(errs, err)
+		}
+	}
+	if n.member != nil {
+		n.member.Close()
+	}
+	if n.lock != nil {
+		errs = append(errs, n.lock.Close())
+	}
+	if n.socketDir != "" {
+		errs = append(errs, os.RemoveAll(n.socketDir))
+	}
+	return errors.Join(errs...)
+}
+
+// CheckEndpoint says whether an endpoint's form is one that the client understands.
+func CheckEndpoint(endpoint string) error {
+	rest := endpoint
+	if u, err := url.Parse(endpoint); err == nil && u.Host != "" && (u.Scheme == "http" || u.Scheme == "https") {
+		rest = u.Host
+	} else if err == nil && u.Scheme == "unix" && u.Path != "" {
+		return nil
+	}
+	if host, port, err := net.SplitHostPort(rest); err != nil || host == "" || port == "" {
+		return fmt.Errorf("%q is not host:port, http(s)://host:port or unix:///path", endpoint)
+	}
+	return nil
+}

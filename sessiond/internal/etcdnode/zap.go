@@ -1,0 +1,69 @@
+package etcdnode
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+	"sync/atomic"
+
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+)
+
+// newZap makes a logger for etcd that hands warnings and errors to ours, until quiet is set. What etcd says below that is
+// of use only to those who work on etcd.
+func newZap(logger *slog.Logger, quiet *atomic.Bool) *zap.Logger {
+	if logger == nil {
+		return zap.NewNop()
+	}
+	return zap.New(&bridge{logger: logger.With("component", "etcd"), quiet: quiet})
+}
+
+// moot are warnings about choices that are right for a member that only this process talks to.
+var moot = []string{
+	"Running http and grpc server on single port. This is not recommended for production.",
+	"simple token is not cryptographically signed",
+}
+
+type bridge struct {
+	logger *slog.Logger
+	quiet  *atomic.Bool
+	fields []zapcore.Field
+}
+
+func (b *bridge) Enabled(level zapcore.Level) bool {
+	return level >= zapcore.WarnLevel && !b.quiet.Load()
+}
+
+func (b *bridge) With(fields []zapcore.Field) zapcore.Core {
+	return &bridge{logger: b.logger, quiet: b.quiet, fields: slices.Concat(b.fields, fields)}
+}
+
+func (b *bridge) Check(entry zapcore.Entry, checked *zapcore.CheckedEntry) *zapcore.CheckedEntry {
+	if b.Enabled(entry.Level) && !slices.Contains(moot, entry.Message) {
+		return checked.AddCore(entry, b)
+	}
+	return checked
+}
+
+func (b *bridge) Write(entry zapcore.Entry, fields []zapcore.Field) error {
+	enc := zapcore.NewMapObjectEncoder()
+	for _, f := range b.fields {
+		f.AddTo(enc)
+	}
+	for _, f := range fields {
+		f.AddTo(enc)
+	}
+	attrs := make([]slog.Attr, 0, len(enc.Fields))
+	for k, v := range enc.Fields {
+		attrs = append(attrs, slog.Any(k, v))
+	}
+	level := slog.LevelWarn
+	if entry.Level >= zapcore.ErrorLevel {
+		level = slog.LevelError
+	}
+	b.logger.LogAttrs(context.Background(), level, entry.Message, attrs...)
+	return nil
+}
+
+func (b *bridge) Sync() error { return nil }

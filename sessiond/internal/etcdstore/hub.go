@@ -1,0 +1,243 @@
+package etcdstore
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+)
+
+const (
+	// How much may lie ready for a subscriber until it has to read again.
+	maxFeedEvents = 256
+	maxFeedBytes  = 4 << 20
+	reopenAfter   = 100 * time.Millisecond
+)
+
+// hub hands what the node's two watches bring to those on this node whom it concerns. Who registers does so before
+// reading, so that what happens between the two is not missed. It never waits for anyone.
+type hub struct {
+	keys     keys
+	released func(key string, revision int64)
+
+	mu      sync.Mutex
+	waiters map[string]map[*waiter]struct{} // by escaped session id
+	feeds   map[string]map[*feed]struct{}
+	open    int // watches
+}
+
+// waiter is woken when an entry or a session that it depends on has gone.
+type waiter struct {
+	session string // escaped
+	own     string
+	wake    chan struct{}
+
+	// Under the hub's lock. While the entry before is not known, what goes is kept with the revision at which it went.
+	before string
+	known  bool
+	gone   map[string]int64
+}
+
+func newHub(k keys, released func(string, int64)) *hub {
+	return &hub{
+		keys:     k,
+		released: released,
+		waiters:  map[string]map[*waiter]struct{}{},
+		feeds:    map[string]map[*feed]struct{}{},
+	}
+}
+
+func (h *hub) addWaiter(sessionID, own string) *waiter {
+	w := &waiter{session: escaper.Replace(sessionID), own: own, wake: make(chan struct{}, 1), gone: map[string]int64{}}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	add(h.waiters, w.session, w)
+	return w
+}
+
+func (h *hub) removeWaiter(w *waiter) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	remove(h.waiters, w.session, w)
+}
+
+// unset is called before a read that tells which entry is before the waiter's.
+func (h *hub) unset(w *waiter) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	w.known = false
+	w.before = ""
+	if w.gone == nil {
+		w.gone = map[string]int64{}
+	}
+	select {
+	case <-w.wake:
+	default:
+	}
+}
+
+// set names the entry before the waiter's as of a revision.
+func (h *hub) set(w *waiter, before string, revision int64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	w.known = true
+	w.before = before
+	for key, rev := range w.gone {
+		if rev > revision && w.concerns(key, h.keys) {
+			w.signal()
+		}
+	}
+	w.gone = nil
+}
+
+func (w *waiter) concerns(key string, k keys) bool {
+	return key == w.before || key == w.own || key == k.prefix+"s/"+w.session
+}
+
+func (w *waiter) signal() {
+	select {
+	case w.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (h *hub) addFeed(f *feed) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	add(h.feeds, f.session, f)
+}
+
+func (h *hub) removeFeed(f *feed) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	remove(h.feeds, f.session, f)
+}
+
+// onDelete takes what was removed anywhere under the prefix.
+func (h *hub) onDelete(ev *clientv3.Event) {
+	key, revision := string(ev.Kv.Key), ev.Kv.ModRevision
+	kind, sessionID, _ := h.keys.kind(key)
+	switch kind {
+	case 'l':
+		h.released(key, revision)
+	case 's':
+	default:
+		return
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for w := range h.waiters[sessionID] {
+		if !w.known {
+			w.gone[key] = revision
+		} else if w.concerns(key, h.keys) {
+			w.signal()
+		}
+	}
+	if kind == 's' {
+		for f := range h.feeds[sessionID] {
+			f.gone = max(f.gone, revision)
+			f.signal()
+		}
+	}
+}
+
+// onMessage takes what was put under the messages.
+func (h *hub) onMessage(ev *clientv3.Event) {
+	key := string(ev.Kv.Key)
+	_, sessionID, _ := h.keys.kind(key)
+	p, ok := h.keys.part(key)
+	if !ok || !p.last {
+		return
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for f := range h.feeds[sessionID] {
+		if slices.Contains(f.escaped, p.stream) {
+			f.push(pushed{key: key, part: p, value: ev.Kv.Value, revision: ev.Kv.CreateRevision})
+		}
+	}
+}
+
+// opened is called when a watch has begun: whatever happened before is for the readers to find out.
+func (h *hub) opened() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.open++
+	for _, ws := range h.waiters {
+		for w := range ws {
+			w.signal()
+		}
+	}
+	for _, fs := range h.feeds {
+		for f := range fs {
+			f.overflow()
+		}
+	}
+}
+
+func (h *hub) closed() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.open--
+}
+
+func (h *hub) watching() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.open == 2
+}
+
+// watch keeps one watch open until ctx ends.
+func (s *Store) watch(ctx context.Context, prefix string, handle func(*clientv3.Event), watcher clientv3.Watcher, filter clientv3.OpOption) {
+	for {
+		err := s.watchOnce(ctx, prefix, handle, watcher, filter)
+		wait := time.NewTimer(reopenAfter)
+		select {
+		case <-wait.C:
+			s.logger.WarnContext(ctx, "watch broke off, opening it anew", "error", err)
+		case <-ctx.Done():
+			wait.Stop()
+			return
+		}
+	}
+}
+
+func (s *Store) watchOnce(ctx context.Context, prefix string, handle func(*clientv3.Event), watcher clientv3.Watcher, filter clientv3.OpOption) error {
+	ctx, cancel := context.WithCancel(clientv3.WithRequireLeader(ctx))
+	defer cancel()
+	open := false
+	defer func() {
+		if open {
+			s.hub.closed()
+		}
+	}()
+	for resp := range watcher.Watch(ctx, prefix, clientv3.WithPrefix(), clientv3.WithCreatedNotify(), filter) {
+		if err := resp.Err(); err != nil {
+			return err
+		}
+		if resp.Created && !open {
+			open = true
+			s.hub.opened()
+		}
+		for _, ev := range resp.Events {
+			handle(ev)
+		}
+	}
+	return context.Cause(ctx)
+}
+
+func add[T any](m map[string]map[*T]struct{}, key string, v *T) {
+	if m[key] == nil {
+		m[key] = map[*T]struct{}{}
+	}
+	m[key][v] = struct{}{}
+}
+
+func remove[T any](m map[string]map[*T]struct{}, key string, v *T) {
+	delete(m[key], v)
+	if len(m[key]) == 0 {
+		delete(m, key)
+	}
+}

@@ -1,0 +1,442 @@
+package etcdstore
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/sessiond/sessiond/sessiond/internal/lock"
+)
+
+const leftoversEvery = 500 * time.Millisecond
+
+var errUnsettled = errors.New("lock entry comes and goes")
+
+// firstEntry reads the oldest entry of a queue; the answer's count is the length of the queue.
+func (s *Store) firstEntry(id string) clientv3.Op {
+	return clientv3.OpGet(s.keys.locks(id), clientv3.WithPrefix(), clientv3.WithLimit(1),
+		clientv3.WithSort(clientv3.SortByCreateRevision, clientv3.SortAscend))
+}
+
+// entryBefore reads the youngest entry that is older than a revision.
+func (s *Store) entryBefore(id string, revision int64) clientv3.Op {
+	return clientv3.OpGet(s.keys.locks(id), clientv3.WithPrefix(), clientv3.WithLimit(1), clientv3.WithKeysOnly(),
+		clientv3.WithMaxCreateRev(revision-1), clientv3.WithSort(clientv3.SortByCreateRevision, clientv3.SortDescend))
+}
+
+func (s *Store) readSession(id string, data bool) clientv3.Op {
+	if data {
+		return clientv3.OpGet(s.keys.session(id))
+	}
+	return clientv3.OpGet(s.keys.session(id), clientv3.WithKeysOnly())
+}
+
+type foundRequest struct {
+	exists  bool // the session
+	request string
+}
+
+// findRequest looks up the request id of a grant.
+func (s *Store) findRequest(ctx context.Context, id string, token uint64) (foundRequest, error) {
+	resp, err := s.txn(ctx, nil, []clientv3.Op{
+		s.readSession(id, false),
+		clientv3.OpGet(s.keys.locks(id), clientv3.WithPrefix(), clientv3.WithKeysOnly(),
+			clientv3.WithMinCreateRev(int64(token)), clientv3.WithMaxCreateRev(int64(token))),
+	}, nil)
+	if err != nil {
+		return foundRequest{}, err
+	}
+	found := foundRequest{exists: len(resp.Responses[0].GetResponseRange().Kvs) > 0}
+	if kvs := resp.Responses[1].GetResponseRange().Kvs; len(kvs) > 0 {
+		found.request = request(string(kvs[0].Key))
+	}
+	return found, nil
+}
+
+// view makes a view of the answers to readSession, a read of the caller's own entry, and firstEntry.
+func (s *Store) view(ctx context.Context, r lock.Request, revision int64, sess, own, first []*mvccpb.KeyValue, queue int64) (lock.View, error) {
+	v := lock.View{Exists: len(sess) > 0, Waiting: int(max(queue-1, 0)), Position: uint64(revision)}
+	var err error
+	if v.Own, err = toEntry(own); err != nil {
+		return v, err
+	}
+	if v.First, err = toEntry(first); err != nil {
+		return v, err
+	}
+	if v.Exists && r.Read {
+		found, err := s.decode(ctx, r.Session, sess[0])
+		if err != nil {
+			return v, err
+		}
+		v.Session = &found
+	}
+	return v, nil
+}
+
+func toEntry(kvs []*mvccpb.KeyValue) (*lock.Entry, error) {
+	if len(kvs) == 0 {
+		return nil, nil
+	}
+	rec, err := decodeEntry(kvs[0].Value)
+	if err != nil {
+		return nil, err
+	}
+	return &lock.Entry{Request: request(string(kvs[0].Key)), Holder: rec.Holder, Token: uint64(kvs[0].CreateRevision)}, nil
+}
+
+// Look implements lock.Store.
+func (s *Store) Look(ctx context.Context, r lock.Request) (lock.View, error) {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	resp, err := s.txn(octx, nil, []clientv3.Op{
+		s.readSession(r.Session, false),
+		clientv3.OpGet(s.keys.lock(r.Session, r.ID)),
+		s.firstEntry(r.Session),
+	}, nil)
+	if err != nil {
+		return lock.View{}, s.fail(ctx, err)
+	}
+	r.Read = false
+	sess, own, first := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
+	v, err := s.view(octx, r, resp.Header.Revision, sess.Kvs, own.Kvs, first.Kvs, first.Count)
+	return v, s.known(ctx, err)
+}
+
+// Release implements lock.Store.
+func (s *Store) Release(ctx context.Context, sessionID, request string, token uint64) error {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	if request == "" {
+		found, err := s.findRequest(octx, sessionID, token)
+		if err != nil {
+			return s.fail(ctx, err)
+		}
+		if found.request == "" {
+			return lock.ErrNotHeld
+		}
+		request = found.request
+	}
+	key := s.keys.lock(sessionID, request)
+	resp, err := s.txn(octx, s.holds(sessionID, request, token), []clientv3.Op{clientv3.OpDelete(key)}, nil)
+	if err != nil {
+		return s.fail(ctx, err)
+	}
+	if !resp.Succeeded {
+		return lock.ErrNotHeld
+	}
+	s.pool.released(key, resp.Header.Revision)
+	return nil
+}
+
+// place implements lock.Place.
+type place struct {
+	s      *Store
+	r      lock.Request
+	key    string
+	waiter *waiter
+
+	value   string // what this call wrote as the entry's value; empty: nothing yet
+	created int64
+	lease   clientv3.LeaseID
+	ttl     time.Duration // the lease's
+	until   time.Time
+}
+
+// Place implements lock.Store.
+func (s *Store) Place(r lock.Request) lock.Place {
+	key := s.keys.lock(r.Session, r.ID)
+	return &place{s: s, r: r, key: key, waiter: s.hub.addWaiter(r.Session, key)}
+}
+
+func (p *place) Close()                { p.s.hub.removeWaiter(p.waiter) }
+func (p *place) Wake() <-chan struct{} { return p.waiter.wake }
+
+func (p *place) CheckAfter() time.Duration {
+	return max(min(p.ttl/3, time.Until(p.until)/2), 50*time.Millisecond)
+}
+
+func (p *place) Join(ctx context.Context, ifFree bool) (lock.View, error) {
+	octx, cancel := p.s.op(ctx)
+	defer cancel()
+	for range leaseTries {
+		v, again, err := p.join(octx, ifFree)
+		if err != nil {
+			return v, p.s.known(ctx, err)
+		}
+		if !again {
+			return v, nil
+		}
+	}
+	return lock.View{}, p.s.fail(ctx, errUnsettled)
+}
+
+func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool, err error) {
+	s, r := p.s, p.r
+	s.hub.unset(p.waiter)
+	l, err := s.pool.take(ctx, r.TTL)
+	if err != nil {
+		return v, false, err
+	}
+	mine := entryRecord{Holder: r.Holder, Node: s.node, Mark: s.marks.Add(1)}.encode()
+	p.value = mine
+	cmps := []clientv3.Cmp{exists(s.keys.session(r.Session)), missing(p.key)}
+	if ifFree {
+		cmps = append(cmps, empty(s.keys.locks(r.Session)))
+	}
+	resp, err := s.txn(ctx, cmps,
+		[]clientv3.Op{
+			clientv3.OpPut(p.key, mine, clientv3.WithLease(l.id)),
+			s.readSession(r.Session, r.Read),
+			// The youngest entry is the one just made, the one after it in this order is the one before it in the queue.
+			clientv3.OpGet(s.keys.locks(r.Session), clientv3.WithPrefix(), clientv3.WithLimit(2),
+				clientv3.WithSort(clientv3.SortByCreateRevision, clientv3.SortDescend)),
+			s.firstEntry(r.Session),
+		},
+		[]clientv3.Op{
+			s.readSession(r.Session, false),
+			clientv3.OpGet(p.key),
+			s.firstEntry(r.Session),
+		})
+	if err != nil {
+		return v, errors.Is(err, rpctypes.ErrLeaseNotFound), notLeaseGone(err)
+	}
+
+	if !resp.Succeeded {
+		s.pool.put(l)
+		sess, own, first := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
+		if len(sess.Kvs) > 0 && len(own.Kvs) > 0 {
+			return p.takeOver(ctx, own.Kvs[0])
+		}
+		r.Read = false
+		if len(own.Kvs) > 0 {
+			p.value = string(own.Kvs[0].Value) // of a session that has gone: to be removed
+		} else {
+			p.value = ""
+		}
+		v, err := s.view(ctx, r, resp.Header.Revision, sess.Kvs, own.Kvs, first.Kvs, first.Count)
+		return v, false, err
+	}
+
+	sess, last, first := resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange(), resp.Responses[3].GetResponseRange()
+	own := last.Kvs[:1]
+	p.created, p.lease, p.ttl, p.until = own[0].CreateRevision, l.id, l.leaseTTL, l.until
+	s.pool.hold(p.key, p.created, l)
+	before := ""
+	if len(last.Kvs) > 1 {
+		before = string(last.Kvs[1].Key)
+	}
+	s.hub.set(p.waiter, before, resp.Header.Revision)
+	v, err = s.view(ctx, r, resp.Header.Revision, sess.Kvs, own, first.Kvs, first.Count)
+	v.Until = p.until
+	return v, false, err
+}
+
+func notLeaseGone(err error) error {
+	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
+		return nil
+	}
+	return err
+}
+
+// takeOver makes the entry that an earlier call of the same request made this call's own, in its place and with its
+// lease, which is not refreshed: it may be held.
+func (p *place) takeOver(ctx context.Context, kv *mvccpb.KeyValue) (v lock.View, again bool, err error) {
+	s, r := p.s, p.r
+	rec, err := decodeEntry(kv.Value)
+	if err != nil {
+		return v, false, err
+	}
+	rec.Node, rec.Mark = s.node, s.marks.Add(1)
+	mine := rec.encode()
+	p.value = mine
+	resp, err := s.txn(ctx,
+		[]clientv3.Cmp{
+			exists(s.keys.session(r.Session)),
+			clientv3.Compare(clientv3.CreateRevision(p.key), "=", kv.CreateRevision),
+			clientv3.Compare(clientv3.ModRevision(p.key), "=", kv.ModRevision),
+		},
+		[]clientv3.Op{
+			clientv3.OpPut(p.key, mine, clientv3.WithIgnoreLease()),
+			s.readSession(r.Session, r.Read),
+			clientv3.OpGet(p.key),
+			s.firstEntry(r.Session),
+			s.entryBefore(r.Session, kv.CreateRevision),
+		}, nil)
+	if err != nil {
+		return v, false, err
+	}
+	if !resp.Succeeded {
+		return v, true, nil
+	}
+	p.created, p.lease, p.ttl = kv.CreateRevision, clientv3.LeaseID(kv.Lease), lockLeaseTTL(r.TTL)
+	until, ok := s.pool.until(p.key, p.created)
+	if !ok {
+		now := time.Now()
+		ttl, err := s.lease.TimeToLive(ctx, p.lease)
+		if err != nil {
+			return v, false, err
+		}
+		until = now.Add(time.Duration(max(ttl.TTL, 0)) * time.Second)
+	}
+	p.until = until
+	before := ""
+	if kvs := resp.Responses[4].GetResponseRange().Kvs; len(kvs) > 0 {
+		before = string(kvs[0].Key)
+	}
+	s.hub.set(p.waiter, before, resp.Header.Revision)
+	first := resp.Responses[3].GetResponseRange()
+	v, err = s.view(ctx, r, resp.Header.Revision, resp.Responses[1].GetResponseRange().Kvs,
+		resp.Responses[2].GetResponseRange().Kvs, first.Kvs, first.Count)
+	v.Until = p.until
+	return v, false, err
+}
+
+func (p *place) Check(ctx context.Context) (lock.View, error) {
+	octx, cancel := p.s.op(ctx)
+	defer cancel()
+	v, err := p.check(octx)
+	return v, p.s.known(ctx, err)
+}
+
+func (p *place) check(ctx context.Context) (lock.View, error) {
+	s, r := p.s, p.r
+	s.checks.Add(1)
+	s.hub.unset(p.waiter)
+	now := time.Now()
+	alive, err := s.lease.KeepAliveOnce(ctx, p.lease)
+	switch {
+	case err == nil:
+		p.until = now.Add(time.Duration(alive.TTL) * time.Second)
+		s.pool.extend(p.key, p.created, p.until)
+	case !errors.Is(err, rpctypes.ErrLeaseNotFound):
+		return lock.View{}, err
+	}
+	resp, err := s.txn(ctx, nil, []clientv3.Op{
+		s.readSession(r.Session, r.Read),
+		clientv3.OpGet(p.key),
+		s.firstEntry(r.Session),
+		s.entryBefore(r.Session, p.created),
+	}, nil)
+	if err != nil {
+		return lock.View{}, err
+	}
+	before := ""
+	if kvs := resp.Responses[3].GetResponseRange().Kvs; len(kvs) > 0 {
+		before = string(kvs[0].Key)
+	}
+	s.hub.set(p.waiter, before, resp.Header.Revision)
+	sess, own, first := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
+	if len(own.Kvs) > 0 && own.Kvs[0].CreateRevision != p.created {
+		own.Kvs = nil // another entry of the same request, made after this one had gone
+	}
+	v, err := s.view(ctx, r, resp.Header.Revision, sess.Kvs, own.Kvs, first.Kvs, first.Count)
+	v.Until = p.until
+	return v, err
+}
+
+func (p *place) Leave(ctx context.Context) {
+	if p.value == "" {
+		return
+	}
+	l := leftover{key: p.key, value: p.value, until: time.Now().Add(lockLeaseTTL(p.r.TTL))}
+	p.value = ""
+	if p.s.isDown() {
+		p.s.left.add(l)
+		return
+	}
+	ctx, cancel := context.WithTimeout(clientv3.WithRequireLeader(context.WithoutCancel(ctx)), leaveTimeout)
+	defer cancel()
+	if err := p.s.removeEntry(ctx, l); err != nil {
+		p.s.left.add(l)
+	}
+}
+
+// removeEntry removes an entry if it still is as the call that gives it up wrote it.
+func (s *Store) removeEntry(ctx context.Context, l leftover) error {
+	resp, err := s.txn(ctx,
+		[]clientv3.Cmp{clientv3.Compare(clientv3.Value(l.key), "=", l.value)},
+		[]clientv3.Op{clientv3.OpDelete(l.key)},
+		nil)
+	if err == nil && resp.Succeeded {
+		s.pool.released(l.key, resp.Header.Revision)
+	}
+	return err
+}
+
+// leftovers are entries given up while etcd could not be reached. Left alone, they would hold their locks until their
+// TTL ends.
+type leftovers struct {
+	mu   sync.Mutex
+	list []leftover
+	kick chan struct{}
+}
+
+type leftover struct {
+	key, value string
+	until      time.Time
+}
+
+func newLeftovers() *leftovers { return &leftovers{kick: make(chan struct{}, 1)} }
+
+func (l *leftovers) add(entry leftover) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.list = append(l.list, entry)
+	l.kickAll()
+}
+
+func (l *leftovers) kickAll() {
+	select {
+	case l.kick <- struct{}{}:
+	default:
+	}
+}
+
+// clearLeftovers tries again and again until ctx ends.
+func (s *Store) clearLeftovers(ctx context.Context) {
+	for {
+		select {
+		case <-s.left.kick:
+		case <-ctx.Done():
+			return
+		}
+		for s.removeLeftovers(ctx) > 0 {
+			wait := time.NewTimer(leftoversEvery)
+			select {
+			case <-wait.C:
+			case <-ctx.Done():
+				wait.Stop()
+				return
+			}
+		}
+	}
+}
+
+// removeLeftovers tries once, and returns how many are still left.
+func (s *Store) removeLeftovers(ctx context.Context) int {
+	s.left.mu.Lock()
+	list := s.left.list
+	s.left.list = nil
+	s.left.mu.Unlock()
+
+	ctx, cancel := s.op(ctx)
+	defer cancel()
+	now := time.Now()
+	list = slices.DeleteFunc(list, func(l leftover) bool { return now.After(l.until) })
+	for i, l := range list {
+		if s.removeEntry(ctx, l) != nil {
+			list = list[i:]
+			s.left.mu.Lock()
+			defer s.left.mu.Unlock()
+			s.left.list = append(s.left.list, list...)
+			return len(s.left.list)
+		}
+	}
+	return 0
+}

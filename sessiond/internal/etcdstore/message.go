@@ -1,0 +1,408 @@
+package etcdstore
+
+import (
+	"cmp"
+	"context"
+	"slices"
+
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/sessiond/sessiond/sessiond/internal/message"
+	"github.com/sessiond/sessiond/sessiond/internal/session"
+)
+
+const (
+	// A message is stored in chunks that fit into one request of an etcd that is not configured for more.
+	chunkBytes = 1 << 20
+	// What one batch of a subscription may hold, unless a single message is larger.
+	batchBytes    = 1 << 20
+	batchMessages = 64
+	// Operations of one transaction that any etcd accepts.
+	maxTxnOps = 100
+)
+
+// Publish implements message.Store. A message of several chunks becomes visible with its last one, and its position is
+// the revision of that. Chunks without a last one end with their leases.
+func (s *Store) Publish(ctx context.Context, p message.Publish) (uint64, error) {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	base := s.keys.message(p.Session, p.Stream, p.Request)
+	last := base + "e"
+
+	var born int64 // revision at which the session was made
+	for {
+		resp, err := s.txn(octx, nil, []clientv3.Op{
+			s.readSession(p.Session, false),
+			clientv3.OpGet(last, clientv3.WithPrefix(), clientv3.WithKeysOnly()),
+			clientv3.OpGet(s.keys.messages(p.Session), clientv3.WithPrefix(), clientv3.WithCountOnly()),
+		}, nil)
+		if err != nil {
+			return 0, s.fail(ctx, err)
+		}
+		sess, done, stored := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
+		if len(sess.Kvs) == 0 {
+			return 0, session.ErrNotFound
+		}
+		born = sess.Kvs[0].CreateRevision
+		if len(done.Kvs) > 0 && done.Kvs[0].CreateRevision > born {
+			return uint64(done.Kvs[0].CreateRevision), nil
+		}
+		if len(done.Kvs) > 0 {
+			// Of an earlier session of the same id, which expired before the message did.
+			if _, err := s.kv.Delete(octx, base, clientv3.WithPrefix()); err != nil {
+				return 0, s.fail(ctx, err)
+			}
+			continue
+		}
+		if err := s.checkRoom(octx, p, born, int(stored.Count)); err != nil {
+			return 0, s.room(ctx, err)
+		}
+		break
+	}
+
+	chunks := 0
+	payload := p.Payload
+	for ; len(payload) > chunkBytes; chunks++ {
+		key, value := base+chunkName(chunks), string(payload[:chunkBytes])
+		payload = payload[chunkBytes:]
+		cctx, cancel := s.op(ctx)
+		_, err := s.withLease(cctx, p.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+			return s.txn(cctx, []clientv3.Cmp{exists(s.keys.session(p.Session))},
+				[]clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))}, nil)
+		})
+		cancel()
+		if err != nil {
+			return 0, s.fail(ctx, err)
+		}
+	}
+
+	octx, cancel = s.op(ctx)
+	defer cancel()
+	key, value := base+lastName(len(payload), chunks), encodeLast(payload)
+	resp, err := s.withLease(octx, p.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+		return s.txn(octx,
+			[]clientv3.Cmp{clientv3.Compare(clientv3.CreateRevision(s.keys.session(p.Session)), "=", born), empty(last)},
+			[]clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},
+			[]clientv3.Op{s.readSession(p.Session, false), clientv3.OpGet(last, clientv3.WithPrefix(), clientv3.WithKeysOnly())})
+	})
+	if err != nil {
+		return 0, s.fail(ctx, err)
+	}
+	if resp.Succeeded {
+		return uint64(resp.Header.Revision), nil
+	}
+	sess, done := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange()
+	if len(sess.Kvs) == 0 || sess.Kvs[0].CreateRevision != born || len(done.Kvs) == 0 {
+		return 0, session.ErrNotFound
+	}
+	return uint64(done.Kvs[0].CreateRevision), nil
+}
+
+// checkRoom checks the limits of what a session stores, given the number of its message keys.
+func (s *Store) checkRoom(ctx context.Context, p message.Publish, born int64, stored int) error {
+	if stored < message.MaxStored && stored*chunkBytes+len(p.Payload) <= message.MaxStoredBytes {
+		return nil
+	}
+	resp, err := s.kv.Get(ctx, s.keys.messages(p.Session), clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithMinCreateRev(born+1))
+	if err != nil {
+		return err
+	}
+	count, size := 0, len(p.Payload)
+	for _, kv := range resp.Kvs {
+		if part, ok := s.keys.part(string(kv.Key)); ok {
+			size += part.bytes
+			if part.last {
+				count++
+			}
+		}
+	}
+	switch {
+	case count >= message.MaxStored:
+		return &message.TooManyError{Limit: message.MaxStored}
+	case size > message.MaxStoredBytes:
+		return &message.TooManyError{Limit: message.MaxStoredBytes, Bytes: true}
+	}
+	return nil
+}
+
+func (s *Store) room(ctx context.Context, err error) error {
+	if _, ok := err.(*message.TooManyError); ok {
+		return err
+	}
+	return s.fail(ctx, err)
+}
+
+// Trim implements message.Store.
+func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint64) (int, error) {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	prefix := s.keys.stream(sessionID, stream)
+	resp, err := s.txn(octx, nil, []clientv3.Op{
+		s.readSession(sessionID, false),
+		clientv3.OpGet(prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly()),
+	}, nil)
+	if err != nil {
+		return 0, s.fail(ctx, err)
+	}
+	sess, all := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange()
+	if len(sess.Kvs) == 0 {
+		return 0, session.ErrNotFound
+	}
+
+	// What goes: complete messages up to the position. Chunks of a message that is being published stay.
+	gone := map[string]bool{}
+	for _, kv := range all.Kvs {
+		if part, ok := s.keys.part(string(kv.Key)); ok && part.last && uint64(kv.CreateRevision) <= through {
+			gone[part.prefix] = true
+		}
+	}
+	if len(gone) == 0 {
+		return 0, nil
+	}
+	var ops []clientv3.Op
+	whole := true
+	for _, kv := range all.Kvs {
+		part, ok := s.keys.part(string(kv.Key))
+		if !ok || !gone[part.prefix] {
+			whole = false
+		} else if part.last {
+			if part.chunks > 0 {
+				ops = append(ops, clientv3.OpDelete(part.prefix, clientv3.WithPrefix()))
+			} else {
+				ops = append(ops, clientv3.OpDelete(string(kv.Key)))
+			}
+		}
+	}
+	if whole {
+		// All that is there: at one go, unless something has come meanwhile.
+		resp, err := s.txn(octx,
+			[]clientv3.Cmp{clientv3.Compare(clientv3.CreateRevision(prefix), "<", resp.Header.Revision+1).WithPrefix()},
+			[]clientv3.Op{clientv3.OpDelete(prefix, clientv3.WithPrefix())}, nil)
+		if err != nil {
+			return 0, s.fail(ctx, err)
+		}
+		if resp.Succeeded {
+			return len(gone), nil
+		}
+	}
+	for part := range slices.Chunk(ops, maxTxnOps) {
+		if _, err := s.txn(octx, nil, part, nil); err != nil {
+			return 0, s.fail(ctx, err)
+		}
+	}
+	return len(gone), nil
+}
+
+// feed implements message.Feed.
+type feed struct {
+	s       *Store
+	id      string
+	session string   // escaped
+	streams []string // as they are
+	escaped []string
+	born    int64 // revision at which the session was made; 0: not known yet
+	ready   chan struct{}
+
+	// Under the hub's lock.
+	events []pushed
+	bytes  int
+	gap    bool
+	gone   int64 // revision at which the session was last seen to go
+}
+
+type pushed struct {
+	key      string
+	part     part
+	value    []byte
+	revision int64
+}
+
+// Feed implements message.Store.
+func (s *Store) Feed(sessionID string, streams []string) message.Feed {
+	f := &feed{s: s, id: sessionID, session: escaper.Replace(sessionID), streams: streams, ready: make(chan struct{}, 1)}
+	for _, stream := range streams {
+		f.escaped = append(f.escaped, escaper.Replace(stream))
+	}
+	s.hub.addFeed(f)
+	return f
+}
+
+func (f *feed) Close()                 { f.s.hub.removeFeed(f) }
+func (f *feed) Ready() <-chan struct{} { return f.ready }
+
+func (f *feed) signal() {
+	select {
+	case f.ready <- struct{}{}:
+	default:
+	}
+}
+
+// push and overflow are called under the hub's lock.
+func (f *feed) push(e pushed) {
+	if f.gap {
+		return
+	}
+	if len(f.events) >= maxFeedEvents || f.bytes+len(e.value) > maxFeedBytes {
+		f.overflow()
+		return
+	}
+	f.events = append(f.events, e)
+	f.bytes += len(e.value)
+	f.signal()
+}
+
+func (f *feed) overflow() {
+	f.events, f.bytes, f.gap = nil, 0, true
+	f.signal()
+}
+
+func (f *feed) Next(ctx context.Context, after uint64) (message.Batch, error) {
+	h := f.s.hub
+	h.mu.Lock()
+	gap, gone := f.gap, f.gone > f.born
+	var events []pushed
+	if !gap && !gone {
+		size := 0
+		n := 0
+		for n < len(f.events) && n < batchMessages && (n == 0 || size+f.events[n].part.size() <= batchBytes) {
+			size += f.events[n].part.size()
+			f.bytes -= len(f.events[n].value)
+			n++
+		}
+		events, f.events = f.events[:n:n], f.events[n:]
+		if len(f.events) > 0 {
+			f.signal()
+		}
+	}
+	f.gap = false
+	h.mu.Unlock()
+
+	switch {
+	case gone:
+		return message.Batch{}, session.ErrNotFound
+	case gap:
+		return message.Batch{}, message.ErrGap
+	}
+	events = slices.DeleteFunc(events, func(e pushed) bool { return uint64(e.revision) <= after })
+	if len(events) == 0 {
+		return message.Batch{}, nil
+	}
+	batch := message.Batch{Position: uint64(events[len(events)-1].revision)}
+	octx, cancel := f.s.op(ctx)
+	defer cancel()
+	var err error
+	batch.Messages, err = f.load(octx, events)
+	return batch, f.s.known(ctx, err)
+}
+
+func (p part) size() int { return p.bytes + p.chunks*chunkBytes }
+
+func (f *feed) Stored(ctx context.Context, after uint64, yield func(message.Batch) error) error {
+	s := f.s
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	resp, err := s.txn(octx, nil, []clientv3.Op{
+		s.readSession(f.id, false),
+		clientv3.OpGet(s.keys.messages(f.id), clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithMinCreateRev(int64(after)+1)),
+	}, nil)
+	if err != nil {
+		return s.fail(ctx, err)
+	}
+	sess, all := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange()
+	if len(sess.Kvs) == 0 || (f.born != 0 && sess.Kvs[0].CreateRevision != f.born) {
+		return session.ErrNotFound
+	}
+	f.born = sess.Kvs[0].CreateRevision
+
+	var found []pushed
+	for _, kv := range all.Kvs {
+		if part, ok := s.keys.part(string(kv.Key)); ok && part.last && kv.CreateRevision > f.born && slices.Contains(f.escaped, part.stream) {
+			found = append(found, pushed{key: string(kv.Key), part: part, revision: kv.CreateRevision})
+		}
+	}
+	slices.SortFunc(found, func(a, b pushed) int { return cmp.Compare(a.revision, b.revision) })
+
+	for {
+		size, n := 0, 0
+		for n < len(found) && n < batchMessages && (n == 0 || size+found[n].part.size() <= batchBytes) {
+			size += found[n].part.size()
+			n++
+		}
+		batch := message.Batch{Position: uint64(resp.Header.Revision)}
+		if n < len(found) {
+			batch.Position = uint64(found[n-1].revision)
+		}
+		lctx, cancel := s.op(ctx)
+		batch.Messages, err = f.load(lctx, found[:n])
+		cancel()
+		if err != nil {
+			return s.known(ctx, err)
+		}
+		if err := yield(batch); err != nil {
+			return err
+		}
+		found = found[n:]
+		if len(found) == 0 {
+			return nil
+		}
+	}
+}
+
+// load makes messages of what was found or pushed, and reads what was not pushed along. Those that have gone meanwhile are left out.
+func (f *feed) load(ctx context.Context, found []pushed) ([]message.Message, error) {
+	var ops []clientv3.Op
+	for _, e := range found {
+		if e.value == nil || e.part.chunks > 0 {
+			ops = append(ops, clientv3.OpGet(e.part.prefix, clientv3.WithPrefix()))
+		}
+	}
+	var answers []*mvccpb.KeyValue
+	if len(ops) > 0 {
+		resp, err := f.s.txn(ctx, nil, ops, nil)
+		if err != nil {
+			return nil, err
+		}
+		for _, r := range resp.Responses {
+			answers = append(answers, r.GetResponseRange().Kvs...)
+		}
+	}
+	read := map[string]*mvccpb.KeyValue{}
+	for _, kv := range answers {
+		read[string(kv.Key)] = kv
+	}
+
+	var messages []message.Message
+	for _, e := range found {
+		value := e.value
+		if value == nil {
+			kv := read[e.key]
+			if kv == nil || kv.CreateRevision != e.revision {
+				continue
+			}
+			value = kv.Value
+		}
+		payload, err := decodeLast(value)
+		if err != nil {
+			return nil, err
+		}
+		whole := make([]byte, 0, e.part.size())
+		complete := true
+		for n := range e.part.chunks {
+			kv := read[e.part.prefix+chunkName(n)]
+			if kv == nil {
+				complete = false
+				break
+			}
+			whole = append(whole, kv.Value...)
+		}
+		if complete {
+			messages = append(messages, message.Message{
+				Stream:   f.streams[slices.Index(f.escaped, e.part.stream)],
+				Position: uint64(e.revision),
+				Payload:  append(whole, payload...),
+			})
+		}
+	}
+	return messages, nil
+}

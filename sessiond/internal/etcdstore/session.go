@@ -1,0 +1,229 @@
+package etcdstore
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/sessiond/sessiond/sessiond/internal/session"
+)
+
+var errLeasesGone = errors.New("leases end as soon as they are granted")
+
+// withLease runs fn with a shared lease for the TTL, and again with another one if the first is gone.
+func (s *Store) withLease(ctx context.Context, ttl time.Duration, fn func(clientv3.LeaseID) (*clientv3.TxnResponse, error)) (*clientv3.TxnResponse, error) {
+	for range leaseTries {
+		id, err := s.leases.take(ctx, ttl)
+		if err != nil {
+			return nil, err
+		}
+		resp, err := fn(id)
+		if !errors.Is(err, rpctypes.ErrLeaseNotFound) {
+			return resp, err
+		}
+		s.leases.drop(ctx, ttl, id)
+	}
+	return nil, errLeasesGone
+}
+
+func exists(key string) clientv3.Cmp  { return clientv3.Compare(clientv3.CreateRevision(key), ">", 0) }
+func missing(key string) clientv3.Cmp { return clientv3.Compare(clientv3.CreateRevision(key), "=", 0) }
+
+// empty holds if there is no key with the prefix.
+func empty(prefix string) clientv3.Cmp { return missing(prefix).WithPrefix() }
+
+// holds is true if the entry is there, was made at the revision, and is the oldest of its queue.
+func (s *Store) holds(id, request string, token uint64) []clientv3.Cmp {
+	return []clientv3.Cmp{
+		clientv3.Compare(clientv3.CreateRevision(s.keys.lock(id, request)), "=", int64(token)),
+		clientv3.Compare(clientv3.CreateRevision(s.keys.locks(id)), ">", int64(token)-1).WithPrefix(),
+	}
+}
+
+// CreateSession implements session.Store.
+func (s *Store) CreateSession(ctx context.Context, id string, data []byte, ttl time.Duration) (uint64, error) {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	key, value := s.keys.session(id), encodeSession(ttl, data)
+	resp, err := s.withLease(octx, ttl, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+		return s.txn(octx,
+			[]clientv3.Cmp{missing(key)},
+			[]clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},
+			nil)
+	})
+	if err != nil {
+		return 0, s.fail(ctx, err)
+	}
+	if !resp.Succeeded {
+		return 0, session.ErrExists
+	}
+	return uint64(resp.Header.Revision), nil
+}
+
+// ReadSession implements session.Store.
+func (s *Store) ReadSession(ctx context.Context, id string) (session.Session, uint64, error) {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	resp, err := s.kv.Get(octx, s.keys.session(id))
+	if err != nil {
+		return session.Session{}, 0, s.fail(ctx, err)
+	}
+	if len(resp.Kvs) == 0 {
+		return session.Session{}, 0, session.ErrNotFound
+	}
+	found, err := s.decode(octx, id, resp.Kvs[0])
+	return found, uint64(resp.Header.Revision), s.known(ctx, err)
+}
+
+// known leaves an error of ours as it is and turns one of etcd into one of ours.
+func (s *Store) known(ctx context.Context, err error) error {
+	if err == nil || errors.Is(err, session.ErrFormat) {
+		return err
+	}
+	return s.fail(ctx, err)
+}
+
+func (s *Store) decode(ctx context.Context, id string, kv *mvccpb.KeyValue) (session.Session, error) {
+	ttl, data, err := decodeSession(kv.Value)
+	if err != nil {
+		return session.Session{}, err
+	}
+	remaining, err := s.leases.remaining(ctx, clientv3.LeaseID(kv.Lease))
+	if err != nil {
+		return session.Session{}, err
+	}
+	return session.Session{ID: id, Data: data, Revision: uint64(kv.ModRevision), TTL: ttl, Remaining: min(remaining, ttl)}, nil
+}
+
+// SaveSession implements session.Store.
+func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, error) {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	key := s.keys.session(save.ID)
+
+	if save.TTL == 0 {
+		resp, err := s.kv.Get(octx, key)
+		if err != nil {
+			return 0, s.fail(ctx, err)
+		}
+		if len(resp.Kvs) == 0 {
+			return 0, session.ErrNotFound
+		}
+		if save.TTL, _, err = decodeSession(resp.Kvs[0].Value); err != nil {
+			return 0, err
+		}
+	}
+	if save.Token != 0 && save.Request == "" {
+		found, err := s.findRequest(octx, save.ID, save.Token)
+		switch {
+		case err != nil:
+			return 0, s.fail(ctx, err)
+		case !found.exists:
+			return 0, session.ErrNotFound
+		case found.request == "":
+			return 0, session.ErrLockLost
+		}
+		save.Request = found.request
+	}
+
+	cmps := []clientv3.Cmp{exists(key)}
+	if save.Token != 0 {
+		cmps = append(cmps, s.holds(save.ID, save.Request, save.Token)...)
+		// A grant from before the session was made anew is no grant of this one.
+		cmps = append(cmps, clientv3.Compare(clientv3.CreateRevision(key), "<", int64(save.Token)))
+	} else {
+		cmps = append(cmps, empty(s.keys.locks(save.ID)))
+	}
+	if save.Expected != nil {
+		cmps = append(cmps, clientv3.Compare(clientv3.ModRevision(key), "=", int64(*save.Expected)))
+	}
+	value := encodeSession(save.TTL, save.Data)
+	entry := s.keys.lock(save.ID, save.Request)
+	resp, err := s.withLease(octx, save.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+		then := []clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))}
+		if save.Release {
+			then = append(then, clientv3.OpDelete(entry))
+		}
+		return s.txn(octx, cmps, then, []clientv3.Op{
+			clientv3.OpGet(key, clientv3.WithKeysOnly()),
+			s.firstEntry(save.ID),
+		})
+	})
+	if err != nil {
+		return 0, s.fail(ctx, err)
+	}
+	if resp.Succeeded {
+		if save.Release {
+			s.pool.released(entry, resp.Header.Revision)
+		}
+		return uint64(resp.Header.Revision), nil
+	}
+
+	found, first := resp.Responses[0].GetResponseRange().Kvs, resp.Responses[1].GetResponseRange().Kvs
+	switch {
+	case len(found) == 0:
+		return 0, session.ErrNotFound
+	case save.Token != 0 && (len(first) == 0 || first[0].CreateRevision != int64(save.Token) ||
+		string(first[0].Key) != entry || found[0].CreateRevision >= int64(save.Token)):
+		return 0, session.ErrLockLost
+	case save.Token == 0 && len(first) > 0:
+		return 0, session.ErrLocked
+	default:
+		return 0, session.ErrRevisionMismatch
+	}
+}
+
+// TouchSession implements session.Store.
+func (s *Store) TouchSession(ctx context.Context, id string) (time.Duration, error) {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	key := s.keys.session(id)
+	for {
+		read, err := s.kv.Get(octx, key)
+		if err != nil {
+			return 0, s.fail(ctx, err)
+		}
+		if len(read.Kvs) == 0 {
+			return 0, session.ErrNotFound
+		}
+		found, err := s.decode(octx, id, read.Kvs[0])
+		if err != nil {
+			return 0, s.known(ctx, err)
+		}
+		if found.Remaining >= found.TTL-found.TTL/3 {
+			return found.Remaining, nil
+		}
+		resp, err := s.withLease(octx, found.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+			return s.txn(octx,
+				[]clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", int64(found.Revision))},
+				[]clientv3.Op{clientv3.OpPut(key, "", clientv3.WithIgnoreValue(), clientv3.WithLease(lease))},
+				nil)
+		})
+		if err != nil {
+			return 0, s.fail(ctx, err)
+		}
+		if resp.Succeeded {
+			return found.TTL, nil
+		}
+		// Somebody wrote it, which started the TTL anew; or destroyed it.
+	}
+}
+
+// DestroySession implements session.Store.
+func (s *Store) DestroySession(ctx context.Context, id string) (bool, error) {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	resp, err := s.txn(octx, nil, []clientv3.Op{
+		clientv3.OpDelete(s.keys.session(id)),
+		clientv3.OpDelete(s.keys.locks(id), clientv3.WithPrefix()),
+		clientv3.OpDelete(s.keys.messages(id), clientv3.WithPrefix()),
+	}, nil)
+	if err != nil {
+		return false, s.fail(ctx, err)
+	}
+	return resp.Responses[0].GetResponseDeleteRange().Deleted > 0, nil
+}

@@ -1,0 +1,251 @@
+// Package etcdstore keeps sessions, locks and messages in etcd.
+//
+// Whatever must hold at one moment is a compare of the transaction that changes something, never a read before it; the
+// else branch reads what tells which compare failed. A commit of etcd is what an operation costs, so:
+//
+//   - sessions and messages share leases by TTL (leases), lock entries take theirs out of a pool (pool), so that hardly
+//     any operation grants or revokes one;
+//   - a node has two watches for all its waiters and subscribers (hub), opened once: a watch that is opened for one waiter
+//     at a revision gone by would join etcd's slow group and cost 100 ms a hand-over.
+//
+// Every call to etcd has a deadline, and whatever etcd answers that is not about the data is session.ErrUnavailable.
+package etcdstore
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/sessiond/sessiond/sessiond/internal/lock"
+	"github.com/sessiond/sessiond/sessiond/internal/message"
+	"github.com/sessiond/sessiond/sessiond/internal/session"
+)
+
+const (
+	// How long an operation may take before the store counts as not reachable.
+	opTimeout = 2500 * time.Millisecond
+	// How often a node asks whether the store can be reached, and how old a good answer may be until it cannot.
+	probeEvery = 400 * time.Millisecond
+	downAfter  = 2600 * time.Millisecond
+	// The same while the watches are not open yet.
+	probeOpening = 20 * time.Millisecond
+	// How long a give-up may keep its caller waiting.
+	leaveTimeout = time.Second
+	// How often a transaction is tried with another lease when its lease is gone.
+	leaseTries = 8
+)
+
+// Config describes a Store.
+type Config struct {
+	// Client serves transactions and leases.
+	Client *clientv3.Client
+	// Prefix is put before every key.
+	Prefix string
+	// Logger takes changes in the state of the store.
+	Logger *slog.Logger
+}
+
+// Store implements session.Store, lock.Store and message.Store. Its methods may be called concurrently.
+type Store struct {
+	kv     clientv3.KV
+	lease  clientv3.Lease
+	keys   keys
+	logger *slog.Logger
+	node   string
+	marks  atomic.Uint64
+	grants atomic.Int64
+	checks atomic.Int64
+
+	leases *leases
+	pool   *pool
+	hub    *hub
+	left   *leftovers
+	health *health
+
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+}
+
+var (
+	_ session.Store = (*Store)(nil)
+	_ lock.Store    = (*Store)(nil)
+	_ message.Store = (*Store)(nil)
+)
+
+// Open starts a Store. It does not wait for etcd. Close it before the client.
+func Open(cfg Config) *Store {
+	ctx, cancel := context.WithCancel(context.Background())
+	s := &Store{
+		kv:     cfg.Client,
+		lease:  cfg.Client,
+		keys:   keys{prefix: cfg.Prefix},
+		logger: cfg.Logger,
+		node:   rand.Text(),
+		cancel: cancel,
+	}
+	s.leases = newLeases(s.lease, &s.grants)
+	s.pool = newPool(s.lease, &s.grants)
+	s.hub = newHub(s.keys, s.pool.released)
+	s.left = newLeftovers()
+	s.health = newHealth()
+
+	s.wg.Go(func() { s.pool.run(ctx) })
+	s.wg.Go(func() { s.probe(ctx) })
+	s.wg.Go(func() { s.clearLeftovers(ctx) })
+	s.wg.Go(func() { s.watch(ctx, s.keys.prefix, s.hub.onDelete, cfg.Client, clientv3.WithFilterPut()) })
+	s.wg.Go(func() { s.watch(ctx, s.keys.allMessages(), s.hub.onMessage, cfg.Client, clientv3.WithFilterDelete()) })
+	return s
+}
+
+// Close stops the Store. Nothing may use it any more.
+func (s *Store) Close(ctx context.Context) {
+	s.left.kickAll()
+	s.cancel()
+	s.wg.Wait()
+	if !s.isDown() {
+		s.removeLeftovers(ctx)
+		s.pool.close(ctx)
+	}
+}
+
+// Down is closed while etcd cannot be reached.
+func (s *Store) Down() <-chan struct{} { return s.health.downChan() }
+
+// Up is closed while etcd can be reached and the watches are open.
+func (s *Store) Up() <-chan struct{} { return s.health.upChan() }
+
+// LeaseGrants counts the leases that this node was granted, each of which cost a commit that belongs to no operation.
+func (s *Store) LeaseGrants() int64 { return s.grants.Load() }
+
+// WaiterChecks counts how often waiters looked at their queue.
+func (s *Store) WaiterChecks() int64 { return s.checks.Load() }
+
+func (s *Store) isDown() bool {
+	select {
+	case <-s.Down():
+		return true
+	default:
+		return false
+	}
+}
+
+// op is the context of the calls of one operation.
+func (s *Store) op(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(clientv3.WithRequireLeader(ctx), opTimeout)
+}
+
+// txn runs a transaction.
+func (s *Store) txn(ctx context.Context, cmps []clientv3.Cmp, then, els []clientv3.Op) (*clientv3.TxnResponse, error) {
+	return s.kv.Txn(ctx).If(cmps...).Then(then...).Else(els...).Commit()
+}
+
+// fail turns an error of etcd into one of ours; ctx is the caller's.
+func (s *Store) fail(ctx context.Context, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	case errors.Is(err, rpctypes.ErrRequestTooLarge), errors.Is(err, rpctypes.ErrTooManyOps),
+		errors.Is(err, rpctypes.ErrDuplicateKey), errors.Is(err, rpctypes.ErrGRPCRequestTooLarge):
+		return fmt.Errorf("etcd refuses the request: %w", err)
+	default:
+		return fmt.Errorf("%w: %w", session.ErrUnavailable, err)
+	}
+}
+
+// health says whether etcd can be reached, as two channels of which one is closed, or none before that is known.
+type health struct {
+	mu       sync.Mutex
+	down, up chan struct{}
+	isDown   bool
+	isUp     bool
+}
+
+func newHealth() *health {
+	return &health{down: make(chan struct{}), up: make(chan struct{})}
+}
+
+func (h *health) downChan() <-chan struct{} {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.down
+}
+
+func (h *health) upChan() <-chan struct{} {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.up
+}
+
+// set returns whether that is a change.
+func (h *health) set(up bool) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	switch {
+	case up && !h.isUp:
+		h.isUp = true
+		close(h.up)
+		if h.isDown {
+			h.isDown = false
+			h.down = make(chan struct{})
+		}
+		return true
+	case !up && !h.isDown:
+		h.isDown = true
+		close(h.down)
+		if h.isUp {
+			h.isUp = false
+			h.up = make(chan struct{})
+		}
+		return true
+	}
+	return false
+}
+
+// probe asks etcd for a linearizable read again and again. One probe serves all who wait on this node.
+func (s *Store) probe(ctx context.Context) {
+	lastGood := time.Now()
+	for {
+		began := time.Now()
+		limit := max(downAfter-began.Sub(lastGood), downAfter/4)
+		pctx, cancel := context.WithTimeout(clientv3.WithRequireLeader(ctx), limit)
+		_, err := s.kv.Get(pctx, s.keys.prefix+"n", clientv3.WithCountOnly())
+		cancel()
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err == nil && s.hub.watching():
+			lastGood = began
+			if s.health.set(true) {
+				s.logger.InfoContext(ctx, "etcd is reachable")
+			}
+		case err == nil:
+			// A watch that is not open yet does not take a node down that answers: those who wait read again when it is.
+			lastGood = began
+		case time.Since(lastGood) >= downAfter:
+			if s.health.set(false) {
+				s.logger.ErrorContext(ctx, "etcd is not reachable", "error", err)
+			}
+		}
+		every := probeEvery
+		if !s.hub.watching() {
+			every = probeOpening
+		}
+		wait := time.NewTimer(every)
+		select {
+		case <-wait.C:
+		case <-ctx.Done():
+			wait.Stop()
+			return
+		}
+	}
+}
