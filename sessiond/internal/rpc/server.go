@@ -1,0 +1,150 @@
+// Package rpc has the gRPC services: checks of requests, translation, and the one map from errors to statuses. It holds
+// no rules; those are in the packages session, lock and message.
+package rpc
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"runtime/debug"
+	"strings"
+	"time"
+
+	grpcprom "github.com/grpc-ecosystem/go-grpc-middleware/providers/prometheus"
+	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/logging"
+	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/recovery"
+	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/health"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/reflection"
+
+	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
+	"github.com/sessiond/sessiond/sessiond/internal/lock"
+	"github.com/sessiond/sessiond/sessiond/internal/message"
+	"github.com/sessiond/sessiond/sessiond/internal/session"
+)
+
+const (
+	// A message of 4 MiB or a session of as much, and what is around it.
+	maxRequestBytes = 8 << 20
+	// Clients may ping this often; ours do every 10 s.
+	minPing = 5 * time.Second
+	// A client that does not answer pings has gone, and its place in a queue with it.
+	pingAfter   = 10 * time.Second
+	pingTimeout = 5 * time.Second
+)
+
+// Options is what a Server serves.
+type Options struct {
+	Sessions *session.Service
+	Locks    *lock.Service
+	Messages *message.Service
+	Logger   *slog.Logger
+	// Metrics takes the server's metrics.
+	Metrics prometheus.Registerer
+	// Drain is closed when the node shuts down; new calls are then refused.
+	Drain <-chan struct{}
+}
+
+// Server is a gRPC server with all services on it.
+type Server struct {
+	*grpc.Server
+
+	health *health.Server
+}
+
+// NewServer makes a Server. It reports itself as not serving until told otherwise.
+func NewServer(o Options) *Server {
+	metrics := grpcprom.NewServerMetrics(grpcprom.WithServerHandlingTimeHistogram())
+	o.Metrics.MustRegister(metrics)
+	logs := logging.LoggerFunc(func(ctx context.Context, level logging.Level, msg string, fields ...any) {
+		o.Logger.Log(ctx, slog.Level(level), msg, fields...)
+	})
+	logOptions := []logging.Option{logging.WithLogOnEvents(logging.FinishCall), logging.WithLevels(logLevel)}
+	recovered := recovery.WithRecoveryHandlerContext(func(_ context.Context, p any) error {
+		return fmt.Errorf("panic: %v\n%s", p, debug.Stack())
+	})
+	i := &interceptor{logger: o.Logger, drain: o.Drain}
+
+	s := &Server{
+		health: health.NewServer(),
+		Server: grpc.NewServer(
+			grpc.MaxRecvMsgSize(maxRequestBytes),
+			grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: minPing, PermitWithoutStream: true}),
+			grpc.KeepaliveParams(keepalive.ServerParameters{Time: pingAfter, Timeout: pingTimeout}),
+			grpc.ChainUnaryInterceptor(
+				metrics.UnaryServerInterceptor(),
+				logging.UnaryServerInterceptor(logs, logOptions...),
+				i.unary,
+				recovery.UnaryServerInterceptor(recovered),
+			),
+			grpc.ChainStreamInterceptor(
+				metrics.StreamServerInterceptor(),
+				logging.StreamServerInterceptor(logs, logOptions...),
+				i.stream,
+				recovery.StreamServerInterceptor(recovered),
+			),
+		),
+	}
+	sessiondv1.RegisterSessionServiceServer(s, &sessionService{rules: o.Sessions})
+	sessiondv1.RegisterLockServiceServer(s, &lockService{rules: o.Locks})
+	sessiondv1.RegisterMessageServiceServer(s, &messageService{rules: o.Messages})
+	healthpb.RegisterHealthServer(s, s.health)
+	reflection.Register(s)
+	metrics.InitializeMetrics(s)
+	s.SetServing(false)
+	return s
+}
+
+// SetServing says what the health service reports, for the server and for each of its services.
+func (s *Server) SetServing(serving bool) {
+	state := healthpb.HealthCheckResponse_NOT_SERVING
+	if serving {
+		state = healthpb.HealthCheckResponse_SERVING
+	}
+	s.health.SetServingStatus("", state)
+	for name := range s.GetServiceInfo() {
+		if isOurs("/" + name) {
+			s.health.SetServingStatus(name, state)
+		}
+	}
+}
+
+// Shutdown makes the health service report that nothing is served, for good.
+func (s *Server) Shutdown() { s.health.Shutdown() }
+
+func isOurs(method string) bool { return strings.HasPrefix(method, "/sessiond.") }
+
+// interceptor refuses calls while the node shuts down, and turns errors into statuses.
+type interceptor struct {
+	logger *slog.Logger
+	drain  <-chan struct{}
+}
+
+func (i *interceptor) admit(method string) error {
+	select {
+	case <-i.drain:
+		if isOurs(method) {
+			return session.ErrDraining
+		}
+	default:
+	}
+	return nil
+}
+
+func (i *interceptor) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	if err := i.admit(info.FullMethod); err != nil {
+		return nil, toStatus(ctx, i.logger, err)
+	}
+	resp, err := handler(ctx, req)
+	return resp, toStatus(ctx, i.logger, err)
+}
+
+func (i *interceptor) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	if err := i.admit(info.FullMethod); err != nil {
+		return toStatus(ss.Context(), i.logger, err)
+	}
+	return toStatus(ss.Context(), i.logger, handler(srv, ss))
+}

@@ -1,0 +1,186 @@
+package rpc
+
+import (
+	"context"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
+	"github.com/sessiond/sessiond/sessiond/internal/lock"
+	"github.com/sessiond/sessiond/sessiond/internal/message"
+	"github.com/sessiond/sessiond/sessiond/internal/session"
+)
+
+type sessionService struct {
+	sessiondv1.UnimplementedSessionServiceServer
+	rules *session.Service
+}
+
+func (s *sessionService) Create(ctx context.Context, r *sessiondv1.CreateRequest) (*sessiondv1.CreateResponse, error) {
+	ttl, err := checkCreate(r)
+	if err != nil {
+		return nil, err
+	}
+	created, err := s.rules.Create(ctx, r.GetSessionId(), r.GetData(), ttl)
+	if err != nil {
+		return nil, err
+	}
+	return &sessiondv1.CreateResponse{Session: toSession(&created)}, nil
+}
+
+func (s *sessionService) Read(ctx context.Context, r *sessiondv1.ReadRequest) (*sessiondv1.ReadResponse, error) {
+	if err := checkSessionID(r.GetSessionId()); err != nil {
+		return nil, err
+	}
+	found, position, err := s.rules.Read(ctx, r.GetSessionId())
+	if err != nil {
+		return nil, err
+	}
+	return &sessiondv1.ReadResponse{Session: toSession(&found), Position: position}, nil
+}
+
+func (s *sessionService) Save(ctx context.Context, r *sessiondv1.SaveRequest) (*sessiondv1.SaveResponse, error) {
+	save, err := checkSave(r)
+	if err != nil {
+		return nil, err
+	}
+	revision, err := s.rules.Save(ctx, save)
+	if err != nil {
+		return nil, err
+	}
+	return &sessiondv1.SaveResponse{Revision: revision}, nil
+}
+
+func (s *sessionService) Touch(ctx context.Context, r *sessiondv1.TouchRequest) (*sessiondv1.TouchResponse, error) {
+	if err := checkSessionID(r.GetSessionId()); err != nil {
+		return nil, err
+	}
+	remaining, err := s.rules.Touch(ctx, r.GetSessionId())
+	if err != nil {
+		return nil, err
+	}
+	return &sessiondv1.TouchResponse{TtlRemaining: durationpb.New(remaining)}, nil
+}
+
+func (s *sessionService) Destroy(ctx context.Context, r *sessiondv1.DestroyRequest) (*sessiondv1.DestroyResponse, error) {
+	if err := checkSessionID(r.GetSessionId()); err != nil {
+		return nil, err
+	}
+	destroyed, err := s.rules.Destroy(ctx, r.GetSessionId())
+	if err != nil {
+		return nil, err
+	}
+	return &sessiondv1.DestroyResponse{Destroyed: destroyed}, nil
+}
+
+type lockService struct {
+	sessiondv1.UnimplementedLockServiceServer
+	rules *lock.Service
+}
+
+func (s *lockService) Acquire(ctx context.Context, r *sessiondv1.AcquireRequest) (*sessiondv1.AcquireResponse, error) {
+	req, err := checkAcquire(r)
+	if err != nil {
+		return nil, err
+	}
+	grant, err := s.rules.Acquire(ctx, req)
+	if err != nil {
+		return nil, err
+	}
+	return &sessiondv1.AcquireResponse{Grant: toGrant(grant), Session: toSession(grant.Data), Position: grant.Position}, nil
+}
+
+func (s *lockService) TryAcquire(ctx context.Context, r *sessiondv1.TryAcquireRequest) (*sessiondv1.TryAcquireResponse, error) {
+	req, err := checkTryAcquire(r)
+	if err != nil {
+		return nil, err
+	}
+	grant, holder, err := s.rules.TryAcquire(ctx, req)
+	if err != nil {
+		return nil, err
+	}
+	if holder != "" {
+		return &sessiondv1.TryAcquireResponse{Holder: holder}, nil
+	}
+	return &sessiondv1.TryAcquireResponse{
+		Acquired: true,
+		Grant:    toGrant(grant),
+		Session:  toSession(grant.Data),
+		Position: grant.Position,
+	}, nil
+}
+
+func (s *lockService) Release(ctx context.Context, r *sessiondv1.ReleaseRequest) (*sessiondv1.ReleaseResponse, error) {
+	if err := checkRelease(r); err != nil {
+		return nil, err
+	}
+	if err := s.rules.Release(ctx, r.GetSessionId(), r.GetRequestId(), r.GetFencingToken()); err != nil {
+		return nil, err
+	}
+	return &sessiondv1.ReleaseResponse{}, nil
+}
+
+type messageService struct {
+	sessiondv1.UnimplementedMessageServiceServer
+	rules *message.Service
+}
+
+func (s *messageService) Publish(ctx context.Context, r *sessiondv1.PublishRequest) (*sessiondv1.PublishResponse, error) {
+	publish, err := checkPublish(r)
+	if err != nil {
+		return nil, err
+	}
+	position, err := s.rules.Publish(ctx, publish)
+	if err != nil {
+		return nil, err
+	}
+	return &sessiondv1.PublishResponse{Position: position}, nil
+}
+
+func (s *messageService) Subscribe(r *sessiondv1.SubscribeRequest, stream grpc.ServerStreamingServer[sessiondv1.SubscribeResponse]) error {
+	if err := checkSubscribe(r); err != nil {
+		return err
+	}
+	return s.rules.Subscribe(stream.Context(), r.GetSessionId(), r.GetStreams(), r.GetAfterPosition(), func(b message.Batch) error {
+		resp := &sessiondv1.SubscribeResponse{Position: b.Position}
+		for _, m := range b.Messages {
+			resp.Messages = append(resp.Messages, &sessiondv1.Message{Stream: m.Stream, Position: m.Position, Payload: m.Payload})
+		}
+		return stream.Send(resp)
+	})
+}
+
+func (s *messageService) Trim(ctx context.Context, r *sessiondv1.TrimRequest) (*sessiondv1.TrimResponse, error) {
+	if err := checkTrim(r); err != nil {
+		return nil, err
+	}
+	removed, err := s.rules.Trim(ctx, r.GetSessionId(), r.GetStream(), r.GetThroughPosition())
+	if err != nil {
+		return nil, err
+	}
+	return &sessiondv1.TrimResponse{Removed: uint32(removed)}, nil //nolint:gosec // bounded by the number of stored messages
+}
+
+func toSession(s *session.Session) *sessiondv1.Session {
+	if s == nil {
+		return nil
+	}
+	return &sessiondv1.Session{
+		Id:           s.ID,
+		Data:         s.Data,
+		Revision:     s.Revision,
+		Ttl:          durationpb.New(s.TTL),
+		TtlRemaining: durationpb.New(s.Remaining),
+	}
+}
+
+func toGrant(g lock.Grant) *sessiondv1.Grant {
+	return &sessiondv1.Grant{
+		SessionId:    g.Session,
+		RequestId:    g.Request,
+		FencingToken: g.Token,
+		Ttl:          durationpb.New(max(time.Until(g.Until), 0)),
+	}
+}

@@ -1,0 +1,193 @@
+package rpc
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"time"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
+	"github.com/sessiond/sessiond/sessiond/internal/lock"
+	"github.com/sessiond/sessiond/sessiond/internal/message"
+	"github.com/sessiond/sessiond/sessiond/internal/session"
+)
+
+// invalidError says which fields of a request are out of their limits, and what the limits are.
+type invalidError struct {
+	violations []*errdetails.BadRequest_FieldViolation
+}
+
+func (e *invalidError) Error() string {
+	texts := make([]string, 0, len(e.violations))
+	for _, v := range e.violations {
+		texts = append(texts, v.GetField()+": "+v.GetDescription())
+	}
+	return strings.Join(texts, "; ")
+}
+
+// check gathers the faults of a request.
+type check struct {
+	violations []*errdetails.BadRequest_FieldViolation
+}
+
+func (c *check) err() error {
+	if len(c.violations) == 0 {
+		return nil
+	}
+	return &invalidError{violations: c.violations}
+}
+
+func (c *check) fault(field, format string, args ...any) {
+	c.violations = append(c.violations, &errdetails.BadRequest_FieldViolation{Field: field, Description: fmt.Sprintf(format, args...)})
+}
+
+// name checks 1 to 128 visible ASCII characters, or none where a name may be left out.
+func (c *check) name(field, value string, optional bool) {
+	if value == "" && optional {
+		return
+	}
+	visible := func(r rune) bool { return r >= 0x21 && r <= 0x7e }
+	if value == "" || len(value) > session.MaxIDLength || strings.ContainsFunc(value, func(r rune) bool { return !visible(r) }) {
+		c.fault(field, "must be 1 to %d visible ASCII characters", session.MaxIDLength)
+	}
+}
+
+// duration returns the duration, or def if it is unset.
+func (c *check) duration(field string, value *durationpb.Duration, def, least, most time.Duration) time.Duration {
+	if value == nil {
+		return def
+	}
+	d := value.AsDuration()
+	if value.CheckValid() != nil || d < least || d > most || d%time.Millisecond != 0 {
+		c.fault(field, "must be %v to %v in whole milliseconds", least, most)
+	}
+	return d
+}
+
+// position checks a number that etcd keeps as a signed one and that is counted up from.
+func (c *check) position(field string, value uint64) {
+	if value >= math.MaxInt64 {
+		c.fault(field, "must be less than 2^63-1")
+	}
+}
+
+func checkCreate(r *sessiondv1.CreateRequest) (time.Duration, error) {
+	var c check
+	c.name("session_id", r.GetSessionId(), true)
+	ttl := c.duration("ttl", r.GetTtl(), session.DefaultTTL, session.MinTTL, session.MaxTTL)
+	return ttl, c.err()
+}
+
+func checkSessionID(id string) error {
+	var c check
+	c.name("session_id", id, false)
+	return c.err()
+}
+
+func checkSave(r *sessiondv1.SaveRequest) (session.Save, error) {
+	var c check
+	c.name("session_id", r.GetSessionId(), false)
+	c.name("request_id", r.GetRequestId(), true)
+	ttl := c.duration("ttl", r.GetTtl(), 0, session.MinTTL, session.MaxTTL)
+	c.position("fencing_token", r.GetFencingToken())
+	c.position("expected_revision", r.GetExpectedRevision())
+	if r.GetRelease() && r.GetFencingToken() == 0 {
+		c.fault("release", "needs a fencing_token")
+	}
+	return session.Save{
+		ID:       r.GetSessionId(),
+		Data:     r.GetData(),
+		TTL:      ttl,
+		Expected: r.ExpectedRevision,
+		Token:    r.GetFencingToken(),
+		Request:  r.GetRequestId(),
+		Release:  r.GetRelease(),
+	}, c.err()
+}
+
+func checkAcquire(r *sessiondv1.AcquireRequest) (lock.Request, error) {
+	var c check
+	req := c.lockRequest(r)
+	req.Timeout = c.duration("timeout", r.GetTimeout(), lock.DefaultTimeout, 0, lock.MaxTimeout)
+	return req, c.err()
+}
+
+func checkTryAcquire(r *sessiondv1.TryAcquireRequest) (lock.Request, error) {
+	var c check
+	return c.lockRequest(r), c.err()
+}
+
+// lockRequest checks what Acquire and TryAcquire have in common.
+func (c *check) lockRequest(r interface {
+	GetSessionId() string
+	GetRequestId() string
+	GetHolder() string
+	GetTtl() *durationpb.Duration
+	GetReadSession() bool
+},
+) lock.Request {
+	c.name("session_id", r.GetSessionId(), false)
+	c.name("request_id", r.GetRequestId(), true)
+	c.name("holder", r.GetHolder(), true)
+	return lock.Request{
+		Session: r.GetSessionId(),
+		ID:      r.GetRequestId(),
+		Holder:  r.GetHolder(),
+		TTL:     c.duration("ttl", r.GetTtl(), lock.DefaultTTL, lock.MinTTL, lock.MaxTTL),
+		Read:    r.GetReadSession(),
+	}
+}
+
+func checkRelease(r *sessiondv1.ReleaseRequest) error {
+	var c check
+	c.name("session_id", r.GetSessionId(), false)
+	c.name("request_id", r.GetRequestId(), true)
+	c.position("fencing_token", r.GetFencingToken())
+	if r.GetFencingToken() == 0 {
+		c.fault("fencing_token", "must be that of the grant")
+	}
+	return c.err()
+}
+
+func checkPublish(r *sessiondv1.PublishRequest) (message.Publish, error) {
+	var c check
+	c.name("session_id", r.GetSessionId(), false)
+	c.name("stream", r.GetStream(), false)
+	c.name("request_id", r.GetRequestId(), true)
+	return message.Publish{
+		Session: r.GetSessionId(),
+		Stream:  r.GetStream(),
+		Payload: r.GetPayload(),
+		TTL:     c.duration("ttl", r.GetTtl(), message.DefaultTTL, message.MinTTL, message.MaxTTL),
+		Request: r.GetRequestId(),
+	}, c.err()
+}
+
+func checkSubscribe(r *sessiondv1.SubscribeRequest) error {
+	var c check
+	c.name("session_id", r.GetSessionId(), false)
+	streams := r.GetStreams()
+	if len(streams) == 0 || len(streams) > message.MaxStreams {
+		c.fault("streams", "must be 1 to %d streams", message.MaxStreams)
+	} else {
+		for i, stream := range streams {
+			c.name(fmt.Sprintf("streams[%d]", i), stream, false)
+			if slices.Contains(streams[:i], stream) {
+				c.fault(fmt.Sprintf("streams[%d]", i), "must not be named twice")
+			}
+		}
+	}
+	c.position("after_position", r.GetAfterPosition())
+	return c.err()
+}
+
+func checkTrim(r *sessiondv1.TrimRequest) error {
+	var c check
+	c.name("session_id", r.GetSessionId(), false)
+	c.name("stream", r.GetStream(), false)
+	return c.err()
+}
