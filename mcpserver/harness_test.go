@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/modelcontextprotocol/go-sdk/mcp"
@@ -23,15 +24,34 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // replicas are front-ends of one store, each with a server of its own, as separate processes would be.
 type replicas struct {
-	t       *testing.T
-	store   *memory
-	servers []*httptest.Server
-	logs    *bytes.Buffer
-	next    int
+	t        *testing.T
+	store    *memory
+	servers  []*httptest.Server
+	handlers []*mcpserver.Handler
+	logs     *logs
+	next     int
+}
+
+// logs is what the front-ends logged.
+type logs struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (l *logs) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(p)
+}
+
+func (l *logs) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.String()
 }
 
 type numberInput struct {
-	By int `json:"by"`
+	By int `json:"by,omitempty"`
 }
 
 // testServer has the tools that tests of the transport need.
@@ -103,6 +123,14 @@ func testServer() *mcp.Server {
 		<-ctx.Done()
 		return nil, nil, kindOf(context.Cause(ctx))
 	})
+	mcp.AddTool(server, &mcp.Tool{Name: "set_then_wait"}, func(ctx context.Context, req *mcp.CallToolRequest, _ struct{}) (*mcp.CallToolResult, any, error) {
+		if err := mcpserver.Set(ctx, "late", true); err != nil {
+			return nil, nil, err
+		}
+		_ = req.Session.NotifyProgress(ctx, &mcp.ProgressNotificationParams{ProgressToken: "p", Progress: 1})
+		<-goOn
+		return answer("done")
+	})
 	mcp.AddTool(server, &mcp.Tool{Name: "panic"}, func(context.Context, *mcp.CallToolRequest, struct{}) (*mcp.CallToolResult, any, error) {
 		panic("on purpose")
 	})
@@ -128,7 +156,7 @@ func kindOf(err error) error {
 
 func newReplicas(t *testing.T, n int, edit func(*mcpserver.Options)) *replicas {
 	t.Helper()
-	r := &replicas{t: t, store: newMemory(), logs: &bytes.Buffer{}}
+	r := &replicas{t: t, store: newMemory(), logs: &logs{}}
 	for range n {
 		opts := &mcpserver.Options{Store: r.store, Logger: slog.New(slog.NewTextHandler(r.logs, nil))}
 		if edit != nil {
@@ -147,7 +175,7 @@ func newReplicas(t *testing.T, n int, edit func(*mcpserver.Options)) *replicas {
 			s.CloseClientConnections()
 			s.Close()
 		})
-		r.servers = append(r.servers, s)
+		r.servers, r.handlers = append(r.servers, s), append(r.handlers, handler)
 	}
 	return r
 }
@@ -292,4 +320,19 @@ func (r *replicas) openWith(revision, capabilities string, header ...string) str
 
 func call(id, tool, arguments string) string {
 	return `{"jsonrpc":"2.0","id":` + id + `,"method":"tools/call","params":{"name":"` + tool + `","arguments":` + arguments + `}}`
+}
+
+// proxyOver is a balancer over the replicas, in turn.
+func proxyOver(t *testing.T, r *replicas, turn *int) string {
+	t.Helper()
+	var mu sync.Mutex
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		mu.Lock()
+		*turn++
+		handler := r.handlers[*turn%len(r.handlers)]
+		mu.Unlock()
+		handler.ServeHTTP(w, req)
+	}))
+	t.Cleanup(s.Close)
+	return s.URL
 }

@@ -7,6 +7,7 @@ import (
 	"iter"
 	"slices"
 	"sync"
+	"testing"
 	"time"
 
 	"github.com/sessiond/sessiond/client"
@@ -178,7 +179,10 @@ func (m *memory) Acquire(ctx context.Context, id string, opts client.AcquireOpti
 	m.locks++
 	entry := &memoryEntry{token: m.tick(), request: rand.Text()}
 	s.queue = append(s.queue, entry)
-	leave := func() { s.queue = slices.DeleteFunc(s.queue, func(e *memoryEntry) bool { return e == entry }); m.tick() }
+	leave := func() {
+		s.queue = slices.DeleteFunc(s.queue, func(e *memoryEntry) bool { return e == entry })
+		m.tick()
+	}
 	for s.holder() != entry {
 		changed := m.changed
 		expiry := time.NewTimer(time.Hour)
@@ -246,6 +250,7 @@ func (m *memory) Trim(_ context.Context, id, stream string, through uint64) erro
 		return err
 	}
 	s.messages = slices.DeleteFunc(s.messages, func(c client.Message) bool { return c.Stream == stream && c.Position <= through })
+	m.tick()
 	return nil
 }
 
@@ -300,4 +305,45 @@ func (m *memory) count() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return len(m.sessions)
+}
+
+func (m *memory) lockCount() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.locks
+}
+
+func (m *memory) saveCount() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.saves
+}
+
+// expireLock ends the present grant, as its TTL would.
+func (m *memory) expireLock(id string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if s := m.sessions[id]; len(s.queue) > 0 {
+		s.queue = s.queue[1:]
+	}
+	m.tick()
+}
+
+// untilTrimmed waits until nothing is stored for the standalone stream.
+func (m *memory) untilTrimmed(t *testing.T, id string) {
+	t.Helper()
+	for {
+		m.mu.Lock()
+		changed := m.changed
+		stored := slices.ContainsFunc(m.sessions[id].messages, func(c client.Message) bool { return c.Stream == "standalone" })
+		m.mu.Unlock()
+		if !stored {
+			return
+		}
+		select {
+		case <-changed:
+		case <-t.Context().Done():
+			t.Fatal("not trimmed")
+		}
+	}
 }
