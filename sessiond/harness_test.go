@@ -3,12 +3,14 @@ package sessiond_test
 import (
 	"context"
 	"crypto/rand"
+	"fmt"
 	"log/slog"
-	"strings"
+	"os"
 	"sync"
 	"testing"
 	"time"
 
+	"go.uber.org/goleak"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -85,12 +87,50 @@ func serve(t *testing.T, srv *sessiond.Server) *node {
 	return n
 }
 
-// startCluster starts nodes on one etcd; the first embeds it.
+// etcd is a node that lends its embedded member to those of the tests.
+var etcd *sessiond.Server
+
+func TestMain(m *testing.M) {
+	os.Exit(run(m))
+}
+
+func run(m *testing.M) int {
+	dir, err := os.MkdirTemp("", "sessiond-test-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	quiet := slog.New(slog.DiscardHandler)
+	etcd, err = sessiond.New(context.Background(), sessiond.Config{DataDir: dir, Listen: "127.0.0.1:0", Logger: quiet})
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	code := m.Run()
+	if err := etcd.Close(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	if err := goleak.Find(); err != nil && code == 0 {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return code
+}
+
+// startCluster starts nodes that share sessions with each other and with nobody else.
 func startCluster(t *testing.T, count int) []*node {
 	t.Helper()
-	nodes := []*node{start(t, sessiond.Config{DataDir: t.TempDir()})}
-	for len(nodes) < count {
-		nodes = append(nodes, start(t, sessiond.Config{Endpoints: nodes[0].EtcdEndpoints()}))
+	return startWith(t, count, sessiond.Config{})
+}
+
+func startWith(t *testing.T, count int, cfg sessiond.Config) []*node {
+	t.Helper()
+	cfg.Endpoints, cfg.Prefix = etcd.EtcdEndpoints(), rand.Text()+"/"
+	var nodes []*node
+	for range count {
+		nodes = append(nodes, start(t, cfg))
 	}
 	return nodes
 }
@@ -163,15 +203,6 @@ func wantReason(t *testing.T, err error, code codes.Code, reason string) {
 	if reasonOf(err) != reason || status.Code(err) != code {
 		t.Fatalf("got %v, want %v with reason %s", err, code, reason)
 	}
-}
-
-func id(t *testing.T) string {
-	return strings.ToLower(rand.Text()) + "-" + strings.Map(func(r rune) rune {
-		if r > ' ' && r < 0x7f {
-			return r
-		}
-		return '_'
-	}, t.Name()[:min(len(t.Name()), 60)])
 }
 
 // eventually waits until ok holds; what it waits for is bounded by etcd, not by this test.
