@@ -178,35 +178,18 @@ func TestLargeMessages(t *testing.T) {
 // M4: a session stores a bounded amount; a trim makes room.
 func TestStoredLimits(t *testing.T) {
 	n := startCluster(t, 1)[0]
-	t.Run("bytes", func(t *testing.T) {
-		id := n.create(t, "")
-		four := string(make([]byte, 4<<20))
-		for range 4 {
-			n.publish(t, id, "s", four)
-		}
-		_, err := n.messages.Publish(t.Context(), &sessiondv1.PublishRequest{SessionId: id, Stream: "s", Payload: []byte("x")})
-		wantReason(t, err, codes.ResourceExhausted, "TOO_MANY_MESSAGES")
-		trimmed, err := n.messages.Trim(t.Context(), &sessiondv1.TrimRequest{SessionId: id, Stream: "s", ThroughPosition: 1 << 62})
-		if err != nil || trimmed.GetRemoved() != 4 {
-			t.Errorf("trim: %v, %v", trimmed, err)
-		}
+	id := n.create(t, "")
+	four := string(make([]byte, 4<<20))
+	for range 4 {
 		n.publish(t, id, "s", four)
-	})
-	t.Run("number", func(t *testing.T) {
-		id := n.create(t, "")
-		var wg sync.WaitGroup
-		for range 10 {
-			wg.Go(func() {
-				for range 100 {
-					n.publish(t, id, "s", "x")
-				}
-			})
-		}
-		wg.Wait()
-		_, err := n.messages.Publish(t.Context(), &sessiondv1.PublishRequest{SessionId: id, Stream: "s"})
-		wantReason(t, err, codes.ResourceExhausted, "TOO_MANY_MESSAGES")
-		n.subscribe(t, id, 0, "s").next(t, 1000)
-	})
+	}
+	_, err := n.messages.Publish(t.Context(), &sessiondv1.PublishRequest{SessionId: id, Stream: "s", Payload: []byte("x")})
+	wantReason(t, err, codes.ResourceExhausted, "TOO_MANY_MESSAGES")
+	trimmed, err := n.messages.Trim(t.Context(), &sessiondv1.TrimRequest{SessionId: id, Stream: "s", ThroughPosition: 1 << 62})
+	if err != nil || trimmed.GetRemoved() != 4 {
+		t.Errorf("trim: %v, %v", trimmed, err)
+	}
+	n.publish(t, id, "s", four)
 }
 
 // Trim removes one stream's messages up to a position, those only, and counts them.
@@ -292,7 +275,7 @@ func TestSlowSubscriber(t *testing.T) {
 	n := startCluster(t, 1)[0]
 	id := n.create(t, "")
 	slow, fast := n.subscribe(t, id, 0, "s"), n.subscribe(t, id, 0, "s")
-	const count = 15
+	const count = 8
 	payload := string(make([]byte, 1<<20))
 	for range count {
 		n.publish(t, id, "s", payload)
