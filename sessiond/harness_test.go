@@ -53,7 +53,7 @@ func start(t *testing.T, cfg sessiond.Config) *node {
 
 func serve(t *testing.T, srv *sessiond.Server) *node {
 	t.Helper()
-	ctx, cancel := context.WithCancel(context.Background())
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	done := make(chan error, 1)
 	go func() { done <- srv.Run(ctx) }()
 	conn, err := srv.Dial()

@@ -199,7 +199,9 @@ func TestRetry(t *testing.T) {
 	b.settled(t, three)
 	// The oldest call gives up: the retries keep its place.
 	cancel()
-	failed(t, one)
+	if err := failed(t, one); reasonOf(err) != "Canceled" {
+		t.Errorf("cancelled: %v", err)
+	}
 	b.settled(t, behind)
 	a.release(t, held)
 	g2, g3 := take(t, two), take(t, three)

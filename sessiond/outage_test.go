@@ -31,7 +31,7 @@ type link struct {
 
 func newLink(t *testing.T) *link {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "link-")
+	dir, err := os.MkdirTemp("", "link-") //nolint:usetesting // t.TempDir's path is too long for a socket
 	if err != nil {
 		t.Fatal(err)
 	}

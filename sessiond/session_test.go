@@ -197,8 +197,8 @@ func TestSessionLimit(t *testing.T) {
 	id := resp.GetSession().GetId()
 	_, err = n.sessions.Save(t.Context(), &sessiondv1.SaveRequest{SessionId: id, Data: append(full, 'y')})
 	wantReason(t, err, codes.ResourceExhausted, "SESSION_TOO_LARGE")
-	info := status.Convert(err).Details()[0].(*errdetails.ErrorInfo)
-	if info.GetMetadata()["limit_bytes"] != "1048576" || info.GetMetadata()["size_bytes"] != "1048577" {
+	info, ok := status.Convert(err).Details()[0].(*errdetails.ErrorInfo)
+	if !ok || info.GetMetadata()["limit_bytes"] != "1048576" || info.GetMetadata()["size_bytes"] != "1048577" {
 		t.Errorf("metadata: %v", info.GetMetadata())
 	}
 	if s := n.read(t, id); !bytes.Equal(s.GetData(), full) {

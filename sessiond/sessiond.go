@@ -18,6 +18,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -200,7 +201,7 @@ func (s *Server) Run(ctx context.Context) error {
 	var failure error
 	select {
 	case <-ctx.Done():
-		s.logger.Info("shutting down")
+		s.logger.InfoContext(ctx, "shutting down")
 	case failure = <-served:
 	case <-s.node.Failed():
 		failure = errors.New("embedded etcd stopped")
@@ -242,8 +243,8 @@ func (s *Server) Close() error {
 			s.rpc.Stop()
 		}
 		var errs []error
-		for i := len(s.closers) - 1; i >= 0; i-- {
-			errs = append(errs, s.closers[i]())
+		for _, closer := range slices.Backward(s.closers) {
+			errs = append(errs, closer())
 		}
 		s.closeErr = errors.Join(errs...)
 	})

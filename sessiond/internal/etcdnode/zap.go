@@ -62,7 +62,7 @@ func (b *bridge) Write(entry zapcore.Entry, fields []zapcore.Field) error {
 	if entry.Level >= zapcore.ErrorLevel {
 		level = slog.LevelError
 	}
-	b.logger.LogAttrs(context.Background(), level, entry.Message, attrs...)
+	b.logger.LogAttrs(context.Background(), level, entry.Message, attrs...) //nolint:sloglint // the text is etcd's, and constant
 	return nil
 }
 

@@ -1,7 +1,6 @@
 package etcdstore
 
 import (
-	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -181,13 +180,13 @@ func TestHandOver(t *testing.T) {
 		for i := range n {
 			node := nodes[i%2]
 			wg.Go(func() {
-				g, err := node.locks.Acquire(context.Background(), lock.Request{Session: id, TTL: lock.DefaultTTL, Timeout: 30 * time.Second})
+				g, err := node.locks.Acquire(t.Context(), lock.Request{Session: id, TTL: lock.DefaultTTL, Timeout: 30 * time.Second})
 				if err != nil {
 					t.Error(err)
 					return
 				}
 				order <- i
-				if err := node.locks.Release(context.Background(), id, g.Request, g.Token); err != nil {
+				if err := node.locks.Release(t.Context(), id, g.Request, g.Token); err != nil {
 					t.Error(err)
 				}
 			})

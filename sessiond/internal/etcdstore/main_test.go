@@ -51,7 +51,7 @@ func open(t *testing.T, prefix string) *Store {
 		prefix = rand.Text() + "/"
 	}
 	s := Open(Config{Client: etcd.Client(), Prefix: prefix, Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
-	t.Cleanup(func() { s.Close(context.Background()) })
+	t.Cleanup(func() { s.Close(context.WithoutCancel(t.Context())) })
 	select {
 	case <-s.Up():
 	case <-time.After(10 * time.Second):

@@ -3,6 +3,7 @@ package etcdstore
 import (
 	"cmp"
 	"context"
+	"errors"
 	"slices"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
@@ -127,7 +128,7 @@ func (s *Store) checkRoom(ctx context.Context, p message.Publish, born int64, st
 }
 
 func (s *Store) room(ctx context.Context, err error) error {
-	if _, ok := err.(*message.TooManyError); ok {
+	if _, ok := errors.AsType[*message.TooManyError](err); ok {
 		return err
 	}
 	return s.fail(ctx, err)

@@ -60,7 +60,7 @@ func NewServer(o Options) *Server {
 	metrics := grpcprom.NewServerMetrics(grpcprom.WithServerHandlingTimeHistogram())
 	o.Metrics.MustRegister(metrics)
 	logs := logging.LoggerFunc(func(ctx context.Context, level logging.Level, msg string, fields ...any) {
-		o.Logger.Log(ctx, slog.Level(level), msg, fields...)
+		o.Logger.Log(ctx, slog.Level(level), msg, fields...) //nolint:sloglint // the text is the interceptor's, and constant
 	})
 	logOptions := []logging.Option{logging.WithLogOnEvents(logging.FinishCall), logging.WithLevels(logLevel)}
 	recovered := recovery.WithRecoveryHandlerContext(func(_ context.Context, p any) error {

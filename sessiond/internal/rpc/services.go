@@ -160,7 +160,7 @@ func (s *messageService) Trim(ctx context.Context, r *sessiondv1.TrimRequest) (*
 	if err != nil {
 		return nil, err
 	}
-	return &sessiondv1.TrimResponse{Removed: uint32(removed)}, nil //nolint:gosec // bounded by the number of stored messages
+	return &sessiondv1.TrimResponse{Removed: uint32(removed)}, nil
 }
 
 func toSession(s *session.Session) *sessiondv1.Session {

@@ -89,7 +89,7 @@ func TestEveryReason(t *testing.T) {
 					violations = len(d.GetFieldViolations())
 				}
 			}
-			if infos != 1 || (retries == 1) != tt.retry || (violations > 0) != (tt.err == invalid) {
+			if infos != 1 || (retries == 1) != tt.retry || (violations > 0) != errors.Is(tt.err, invalid) {
 				t.Errorf("%d infos, %d retries, %d violations", infos, retries, violations)
 			}
 		})
