@@ -179,7 +179,7 @@ func (cl *Cluster) Stop(ctx context.Context) error {
 	}
 	errs = append(errs, terminateAll(ctx, cl.FrontEnds), terminateAll(ctx, cl.Nodes))
 	if cl.Etcd != nil {
-		errs = append(errs, cl.Etcd.Stop(ctx))
+		errs = append(errs, cl.Etcd.Stop())
 	}
 	return errors.Join(errs...)
 }

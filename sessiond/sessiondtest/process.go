@@ -21,6 +21,7 @@ const (
 	defaultStartTimeout = 30 * time.Second
 	defaultStopGrace    = 10 * time.Second
 	probeTimeout        = 2 * time.Second
+	pauseTimeout        = 5 * time.Second
 	errorTail           = 2 << 10
 )
 
@@ -227,8 +228,21 @@ func (p *Process) Terminate(ctx context.Context) error {
 	return errors.Join(fmt.Errorf("%s: did not stop in time and was killed", p.cmd.Name), p.signalAndWait(syscall.SIGKILL))
 }
 
-// Pause stops the process without ending it (SIGSTOP): its connections stay open and nothing answers.
-func (p *Process) Pause() error { return p.Signal(syscall.SIGSTOP) }
+// Pause stops the process without ending it (SIGSTOP): its connections stay open and nothing answers. On Linux it returns
+// when the last of its threads has stopped; elsewhere a little earlier.
+func (p *Process) Pause() error {
+	if err := p.Signal(syscall.SIGSTOP); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), pauseTimeout)
+	defer cancel()
+	return Poll(ctx, func(context.Context) error {
+		if p.Running() && !stopped(p.Pid()) {
+			return fmt.Errorf("%s: not stopped yet", p.cmd.Name)
+		}
+		return nil
+	})
+}
 
 // Continue lets a paused process go on (SIGCONT).
 func (p *Process) Continue() error { return p.Signal(syscall.SIGCONT) }

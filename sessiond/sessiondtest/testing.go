@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-const failureTail = 16 << 10
+const failureTail = 4 << 10
 
 // StartProcess starts a process for a test, which fails if the process does not get ready or ends without being told to.
 // When the test ends the process is stopped; the end of its output is logged if the test failed.
@@ -34,7 +34,7 @@ func StartEtcd(t testing.TB, n int) *Etcd {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := e.Stop(context.WithoutCancel(t.Context())); err != nil {
+		if err := e.Stop(); err != nil {
 			t.Error(err)
 		}
 		for _, m := range e.Members {

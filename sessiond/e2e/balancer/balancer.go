@@ -216,7 +216,7 @@ func (t roundTripper) RoundTrip(r *http.Request) (*http.Response, error) {
 			return nil, fmt.Errorf("%s: %w", addr, err)
 		}
 		b.markDead(addr)
-		b.log.Warn("back-end cannot be reached", "backend", addr, "error", err)
+		b.log.WarnContext(r.Context(), "back-end cannot be reached", "backend", addr, "error", err)
 	}
 }
 
@@ -263,6 +263,6 @@ func (b *Balancer) failed(w http.ResponseWriter, r *http.Request, err error) {
 	if r.Context().Err() != nil {
 		return // the client has gone; nobody reads an answer
 	}
-	b.log.Warn("request failed", "method", r.Method, "path", r.URL.Path, "error", err)
+	b.log.WarnContext(r.Context(), "request failed", "method", r.Method, "path", r.URL.Path, "error", err)
 	http.Error(w, "bad gateway: "+err.Error(), http.StatusBadGateway)
 }

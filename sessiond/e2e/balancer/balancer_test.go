@@ -35,7 +35,7 @@ func start(t *testing.T, o balancer.Options, backends ...string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(context.Background())
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context())) // serves until the clean-up
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		if err := b.Serve(ctx, l); err != nil {
@@ -94,6 +94,9 @@ func echo(w http.ResponseWriter, r *http.Request) {
 	b, _ := io.ReadAll(r.Body)
 	_, _ = w.Write(b)
 }
+
+// flush sends what has been written. That the client has gone shows elsewhere.
+func flush(w http.ResponseWriter) { _ = http.NewResponseController(w).Flush() }
 
 // A fast back-end answers before the proxy has let go of the request's body: no answer may be cut or swapped.
 func TestManyQuickPostsAreAllAnsweredRightly(t *testing.T) {
@@ -174,11 +177,11 @@ func TestStreamsAreFlushedAtOnce(t *testing.T) {
 	step := make(chan struct{})
 	url := start(t, balancer.Options{}, backEnd(t, func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
-		w.(http.Flusher).Flush()
+		flush(w)
 		for i := range 5 {
 			<-step
 			_, _ = fmt.Fprintf(w, "data: %d\n\n", i)
-			w.(http.Flusher).Flush()
+			flush(w)
 		}
 	}))
 	for _, method := range []string{http.MethodGet, http.MethodPost} {
@@ -208,7 +211,7 @@ func TestClientThatLeavesCancelsTheBackEnd(t *testing.T) {
 	started, gone := make(chan struct{}), make(chan struct{})
 	url := start(t, balancer.Options{}, backEnd(t, func(w http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body)
-		w.(http.Flusher).Flush()
+		flush(w)
 		started <- struct{}{}
 		<-r.Context().Done()
 		gone <- struct{}{}
@@ -305,8 +308,7 @@ func TestRequestThatWasSentIsNeverSentAgain(t *testing.T) {
 			return
 		}
 		seen.Add(1)
-		conn, _, err := w.(http.Hijacker).Hijack()
-		if err == nil {
+		if conn, _, err := http.NewResponseController(w).Hijack(); err == nil {
 			_ = conn.Close()
 		}
 	}
@@ -347,7 +349,7 @@ func TestBrokenAnswerIsNotMadeWhole(t *testing.T) {
 	url := start(t, balancer.Options{}, backEnd(t, func(w http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body)
 		_, _ = io.WriteString(w, "half of ")
-		w.(http.Flusher).Flush()
+		flush(w)
 		panic(http.ErrAbortHandler)
 	}))
 	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url, strings.NewReader("x"))

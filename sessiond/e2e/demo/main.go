@@ -16,6 +16,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"strings"
@@ -99,6 +100,11 @@ func parse(flags *flag.FlagSet, args []string, stderr io.Writer) (code int, ok b
 func (c *config) check() error {
 	if _, _, err := net.SplitHostPort(c.listen); err != nil {
 		return fmt.Errorf("--listen %q is not host:port", c.listen)
+	}
+	for name, program := range map[string]string{"etcd": c.etcd, "sessiond": c.sessiond, "mcpserver": c.mcpserver} {
+		if _, err := exec.LookPath(program); err != nil {
+			return fmt.Errorf("--%s: %w", name, err)
+		}
 	}
 	if c.dir == "" {
 		return nil

@@ -321,12 +321,9 @@ const scenarios = {
   async progress(url) {
     const s = await Session.open(url);
     const seen = [];
-    await s.call('slow', { seconds: 2 }, { onprogress: (p) => seen.push(p.progress) });
-    const during = seen.length;
-    assert.ok(during >= 2, `progress before the result: ${seen}`);
-    assert.deepEqual(seen, [...seen].sort((a, b) => a - b));
+    await s.call('slow', { seconds: 2.5 }, { onprogress: (p) => seen.push(p.progress) });
+    assert.deepEqual(seen, [1, 2], 'progress before the result');
     await s.close();
-    assert.equal(seen.length, during, 'progress after the result');
     return { progress: seen, served: s.wire.served() };
   },
 
@@ -474,6 +471,7 @@ const scenarios = {
   // things in between. A call that fails is reported, not fatal.
   async steps(url) {
     const s = await Session.open(url);
+    s.client.setRequestHandler(ElicitRequestSchema, () => ({ action: 'accept', content: { answer: 'yes' } }));
     print({ sessionId: s.transport.sessionId });
     for await (const line of createInterface({ input: process.stdin })) {
       const { tool, args } = JSON.parse(line);
