@@ -99,7 +99,9 @@ func New(ctx context.Context, cfg Config) (_ *Server, err error) {
 	}
 	s.onClose(s.node.Close)
 
-	s.store = etcdstore.Open(etcdstore.Config{Client: s.node.Client(), Prefix: cfg.Prefix, Logger: s.logger})
+	s.store = etcdstore.Open(etcdstore.Config{
+		KV: s.node.KV(), Lease: s.node.Client(), Watcher: s.node.Client(), Prefix: cfg.Prefix, Logger: s.logger,
+	})
 	s.onClose(func() error {
 		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
 		defer cancel()

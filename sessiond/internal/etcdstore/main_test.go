@@ -50,7 +50,10 @@ func open(t *testing.T, prefix string) *Store {
 	if prefix == "" {
 		prefix = rand.Text() + "/"
 	}
-	s := Open(Config{Client: etcd.Client(), Prefix: prefix, Logger: slog.New(slog.NewTextHandler(t.Output(), nil))})
+	s := Open(Config{
+		KV: etcd.KV(), Lease: etcd.Client(), Watcher: etcd.Client(), Prefix: prefix,
+		Logger: slog.New(slog.NewTextHandler(t.Output(), nil)),
+	})
 	t.Cleanup(func() { s.Close(context.WithoutCancel(t.Context())) })
 	select {
 	case <-s.Up():

@@ -45,8 +45,12 @@ const (
 
 // Config describes a Store.
 type Config struct {
-	// Client serves transactions and leases.
-	Client *clientv3.Client
+	// KV serves reads and transactions.
+	KV clientv3.KV
+	// Lease serves leases.
+	Lease clientv3.Lease
+	// Watcher serves watches, over a connection.
+	Watcher clientv3.Watcher
 	// Prefix is put before every key.
 	Prefix string
 	// Logger takes changes in the state of the store.
@@ -80,12 +84,12 @@ var (
 	_ message.Store = (*Store)(nil)
 )
 
-// Open starts a Store. It does not wait for etcd. Close it before the client.
+// Open starts a Store. It does not wait for etcd. Close it before its clients.
 func Open(cfg Config) *Store {
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Store{
-		kv:     cfg.Client,
-		lease:  cfg.Client,
+		kv:     cfg.KV,
+		lease:  cfg.Lease,
 		keys:   keys{prefix: cfg.Prefix},
 		logger: cfg.Logger,
 		node:   rand.Text(),
@@ -100,8 +104,8 @@ func Open(cfg Config) *Store {
 	s.wg.Go(func() { s.pool.run(ctx) })
 	s.wg.Go(func() { s.probe(ctx) })
 	s.wg.Go(func() { s.clearLeftovers(ctx) })
-	s.wg.Go(func() { s.watch(ctx, s.keys.prefix, s.hub.onDelete, cfg.Client, clientv3.WithFilterPut()) })
-	s.wg.Go(func() { s.watch(ctx, s.keys.allMessages(), s.hub.onMessage, cfg.Client, clientv3.WithFilterDelete()) })
+	s.wg.Go(func() { s.watch(ctx, s.keys.prefix, s.hub.onDelete, cfg.Watcher, clientv3.WithFilterPut()) })
+	s.wg.Go(func() { s.watch(ctx, s.keys.allMessages(), s.hub.onMessage, cfg.Watcher, clientv3.WithFilterDelete()) })
 	return s
 }
 
