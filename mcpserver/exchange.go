@@ -459,7 +459,5 @@ func (x *exchange) stopLockTimer() {
 // releaseLock gives the lock back, if it is held, when there is nothing to save.
 func (x *exchange) releaseLock() {
 	x.stopLockTimer()
-	if err := x.session.release(context.WithoutCancel(x.ctx)); err != nil {
-		x.h.log.Warn("lock not released, left to its TTL", slog.Any("error", err))
-	}
+	x.session.release(x.ctx)
 }

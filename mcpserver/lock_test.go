@@ -146,3 +146,20 @@ func TestS10UnchangedIsNotWritten(t *testing.T) {
 		}
 	})
 }
+
+// L11: a release that fails is tried again: the lock is not left to its TTL for a backend that was away for a moment.
+func TestL11FailedReleaseIsTriedAgain(t *testing.T) {
+	r := newReplicas(t, 2, func(o *mcpserver.Options) { withLock(o); o.LockTimeout = 10 * time.Second })
+	id := r.open()
+	s := r.requestTo(0, http.MethodPost, id, call("1", "set_then_wait", `{}`))
+	s.event()
+	r.store.setDown(true)
+	goOn <- struct{}{}
+	if m := s.event(); m["error"] == nil {
+		t.Errorf("a result that was not saved: %v", m)
+	}
+	r.store.setDown(false)
+	if a := r.post(id, call("2", "add", `{"by":1}`)); text(a.messages[0]) != "1" {
+		t.Errorf("%d %s", a.status, a.body)
+	}
+}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"errors"
 	"iter"
 	"slices"
 	"sync"
@@ -219,8 +220,11 @@ func (m *memory) Release(_ context.Context, grant client.Grant) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	s, err := m.find(grant.SessionID)
-	if err != nil {
+	switch {
+	case errors.Is(err, client.ErrSessionNotFound):
 		return client.ErrLockNotHeld
+	case err != nil:
+		return err
 	}
 	if holder := s.holder(); holder == nil || holder.token != grant.FencingToken {
 		return client.ErrLockNotHeld

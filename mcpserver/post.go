@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
-	"log/slog"
 	"mime"
 	"net/http"
 	"slices"
@@ -184,7 +183,7 @@ func (h *Handler) serveInitialize(w http.ResponseWriter, r *http.Request, server
 	m := in.messages[0]
 	id := rand.Text()
 	// The values that handlers set during initialize are kept with the new session.
-	sess := &session{id: id, store: h.opts.Store, ttl: h.opts.SessionTTL, rec: &record{
+	sess := &session{h: h, id: id, store: h.opts.Store, ttl: h.opts.SessionTTL, rec: &record{
 		fields: map[string]json.RawMessage{}, values: map[string]json.RawMessage{},
 	}}
 	// Not cancelled by a disconnect (F15): the handshake era's requests run on.
@@ -243,9 +242,7 @@ func (h *Handler) serveSession(w http.ResponseWriter, r *http.Request, server *m
 	}
 	x, accepted, err := h.begins(ctx, r, server, in, sess)
 	if err != nil {
-		if rerr := sess.release(ctx); rerr != nil {
-			h.log.Warn("lock not released, left to its TTL", slog.Any("error", rerr))
-		}
+		sess.release(ctx)
 		return err
 	}
 	if accepted {

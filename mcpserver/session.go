@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"slices"
 	"sync"
@@ -13,10 +14,14 @@ import (
 	"github.com/sessiond/sessiond/client"
 )
 
+// releaseAgain is how long after a failed release the next one is tried.
+const releaseAgain = 200 * time.Millisecond
+
 // session is what one request knows of its session: the record as read, and the changes not saved yet. It is made for
 // the request and ends with it. Handlers, which run on goroutines of their own, meet it through [Get], [Set] and
 // [Delete]; everything else is called by the request's goroutine alone.
 type session struct {
+	h      *Handler
 	id     string
 	store  Store
 	locker Locker // nil: without lock
@@ -37,7 +42,7 @@ type session struct {
 
 // open reads the session, under its lock if locked is set, and checks that it is user's.
 func (h *Handler) open(ctx context.Context, id string, user identity, locked bool) (*session, error) {
-	s := &session{id: id, store: h.opts.Store, ttl: h.opts.SessionTTL}
+	s := &session{h: h, id: id, store: h.opts.Store, ttl: h.opts.SessionTTL}
 	// Who is not the session's user must not even take part in the queue for its lock.
 	if !locked || h.opts.Locker == nil || user != (identity{}) {
 		stored, err := s.store.Read(ctx, id)
@@ -56,7 +61,8 @@ func (h *Handler) open(ctx context.Context, id string, user identity, locked boo
 		}
 		s.grant = &grant
 		if err := s.load(grant.Session, user); err != nil {
-			return nil, errors.Join(err, s.release(ctx))
+			s.release(ctx)
+			return nil, err
 		}
 		// What was published while this request waited for the lock concerns it too.
 		s.position = min(s.position, grant.FencingToken)
@@ -222,24 +228,45 @@ func (s *session) keep(ctx context.Context, release bool) error {
 		}
 		s.touchDue = false
 	}
-	if s.grant == nil || !release {
-		return nil
+	if release {
+		s.release(ctx)
 	}
-	return s.release(ctx)
+	return nil
 }
 
-// release gives the lock back without a save. A lock that is not held any more is no error here: there is nothing to save.
-func (s *session) release(ctx context.Context) error {
+// release gives the lock back, if it is held, without a save. That it fails is no error of the request, which has nothing to
+// lose by it; but others wait for the lock, so it is tried again in the background until it succeeds or the TTL is over.
+func (s *session) release(ctx context.Context) {
 	if s.grant == nil {
-		return nil
+		return
 	}
 	grant := *s.grant
 	s.grant = nil
-	err := s.locker.Release(ctx, grant)
-	if errors.Is(err, client.ErrLockNotHeld) {
-		return nil
+	err := s.locker.Release(context.WithoutCancel(ctx), grant)
+	if err == nil || errors.Is(err, client.ErrLockNotHeld) {
+		return
 	}
-	return err
+	s.h.log.Warn("lock not released, trying again", slog.Any("error", err))
+	s.h.running.Go(func() { s.h.releaseLater(s.locker, grant) })
+}
+
+// releaseLater tries to release a lock until it is free one way or another, or the handler is cut short.
+func (h *Handler) releaseLater(locker Locker, grant client.Grant) {
+	ctx, cancel := context.WithDeadline(h.force, grant.Deadline)
+	defer cancel()
+	again := time.NewTicker(releaseAgain)
+	defer again.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			h.log.Warn("lock not released, left to its TTL")
+			return
+		case <-again.C:
+		}
+		if err := locker.Release(ctx, grant); err == nil || errors.Is(err, client.ErrLockNotHeld) {
+			return
+		}
+	}
 }
 
 // resume reads the session afresh after a wait, under the lock again if there is one, and keeps the changes not saved yet.
@@ -259,7 +286,8 @@ func (s *session) resume(ctx context.Context) error {
 	}
 	rec, err := decodeRecord(stored.Data)
 	if err != nil {
-		return errors.Join(err, s.release(ctx))
+		s.release(ctx)
+		return err
 	}
 	position := s.position
 	s.take(stored, rec)

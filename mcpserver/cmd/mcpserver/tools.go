@@ -13,12 +13,18 @@ import (
 )
 
 // newServer makes the MCP server that this program serves: tools that show what sessions are for.
-func newServer(version string, _ bool) *mcp.Server {
-	server := mcp.NewServer(&mcp.Implementation{Name: "sessiond-mcpserver", Title: "sessiond demonstration server", Version: version}, &mcp.ServerOptions{
-		Instructions: "Tools that show sessions kept in sessiond. Any replica serves any call.",
-	})
+func newServer(version string, everything bool) *mcp.Server {
+	opts := &mcp.ServerOptions{}
+	if everything {
+		opts = everythingOptions()
+	}
+	opts.Instructions = "Tools that show sessions kept in sessiond. Any replica serves any call."
+	server := mcp.NewServer(&mcp.Implementation{Name: "sessiond-mcpserver", Title: "sessiond demonstration server", Version: version}, opts)
 	addTools(server)
 	addResources(server)
+	if everything {
+		addEverything(server)
+	}
 	return server
 }
 
