@@ -14,6 +14,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"strconv"
 	"sync/atomic"
 	"time"
 
@@ -228,7 +229,11 @@ func CheckEndpoint(endpoint string) error {
 	} else if err == nil && u.Scheme == "unix" && u.Path != "" {
 		return nil
 	}
-	if host, port, err := net.SplitHostPort(rest); err != nil || host == "" || port == "" {
+	host, port, err := net.SplitHostPort(rest)
+	if err == nil {
+		_, err = strconv.ParseUint(port, 10, 16)
+	}
+	if err != nil || host == "" {
 		return fmt.Errorf("%q is not host:port, http(s)://host:port or unix:///path", endpoint)
 	}
 	return nil

@@ -25,6 +25,9 @@ var moot = []string{
 	"simple token is not cryptographically signed",
 }
 
+// secret are fields that can have the ids of sessions in them.
+var secret = []string{"request", "response", "key", "range-begin", "range-end", "range_begin", "range_end"}
+
 type bridge struct {
 	logger *slog.Logger
 	quiet  *atomic.Bool
@@ -56,7 +59,9 @@ func (b *bridge) Write(entry zapcore.Entry, fields []zapcore.Field) error {
 	}
 	attrs := make([]slog.Attr, 0, len(enc.Fields))
 	for k, v := range enc.Fields {
-		attrs = append(attrs, slog.Any(k, v))
+		if !slices.Contains(secret, k) {
+			attrs = append(attrs, slog.Any(k, v))
+		}
 	}
 	level := slog.LevelWarn
 	if entry.Level >= zapcore.ErrorLevel {

@@ -1,0 +1,107 @@
+package etcdnode
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"go.uber.org/zap"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// O1: a data folder serves one process at a time; the second one is told at once, and the folder is free again afterwards.
+func TestDataDirInUse(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "new", "folder")
+	first, err := Embed(t.Context(), EmbedConfig{DataDir: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	if _, err := Embed(t.Context(), EmbedConfig{DataDir: dir}); !errors.Is(err, ErrDataDirInUse) || time.Since(began) > time.Second {
+		t.Errorf("second: %v after %v", err, time.Since(began))
+	}
+	if _, err := first.KV().Put(t.Context(), "k", "v"); err != nil {
+		t.Fatal(err)
+	}
+	if err := first.Close(); err != nil {
+		t.Fatal(err)
+	}
+	again, err := Embed(t.Context(), EmbedConfig{DataDir: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if resp, err := again.KV().Get(t.Context(), "k"); err != nil || len(resp.Kvs) != 1 {
+		t.Errorf("after a restart: %v, %v", resp, err)
+	}
+	if err := again.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestDataDirUnusable(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Embed(t.Context(), EmbedConfig{DataDir: file}); err == nil {
+		t.Error("a file serves as a folder")
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := Embed(ctx, EmbedConfig{DataDir: t.TempDir()}); !errors.Is(err, context.Canceled) {
+		t.Errorf("start in an ended context: %v", err)
+	}
+}
+
+// A folder for sockets whose path is too long is not used.
+func TestLongTempDir(t *testing.T) {
+	long := filepath.Join(t.TempDir(), strings.Repeat("x", 100))
+	if err := os.Mkdir(long, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("TMPDIR", long)
+	n, err := Embed(t.Context(), EmbedConfig{DataDir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := n.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// O3: what etcd logs of its requests has the ids of sessions in it; those never reach our log.
+func TestLogHasNoIDs(t *testing.T) {
+	var text strings.Builder
+	var quiet atomic.Bool
+	lg := newZap(slog.New(slog.NewTextHandler(&text, nil)), &quiet)
+	lg.With(zap.String("member", "m1")).Warn("apply request took too long", zap.Duration("took", time.Second), zap.String("request", "key:secret-id"))
+	lg.Info("not of interest")
+	if s := text.String(); strings.Contains(s, "secret-id") || !strings.Contains(s, "took=1s") || !strings.Contains(s, "member=m1") || strings.Contains(s, "interest") {
+		t.Errorf("log: %s", s)
+	}
+	quiet.Store(true)
+	text.Reset()
+	lg.Error("closing")
+	if text.Len() > 0 {
+		t.Errorf("log: %s", text.String())
+	}
+}
+
+func TestCheckEndpoint(t *testing.T) {
+	for endpoint, ok := range map[string]bool{
+		"127.0.0.1:2379": true, "http://etcd-0:2379": true, "https://[::1]:2379": true, "unix:///tmp/s": true,
+		"": false, "etcd": false, "http://etcd": false, "ftp://a:1": false, "unix://": false, ":2379": false,
+	} {
+		if err := CheckEndpoint(endpoint); (err == nil) != ok {
+			t.Errorf("%q: %v", endpoint, err)
+		}
+	}
+}
