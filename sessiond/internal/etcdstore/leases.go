@@ -35,6 +35,7 @@ type leaseClass struct {
 	turn   chan struct{} // held by who looks at or replaces the fields below
 	id     clientv3.LeaseID
 	usable time.Time
+	until  time.Time // lives until then, at least
 	keys   int
 }
 
@@ -56,14 +57,14 @@ func roundUp(d time.Duration) time.Duration {
 	return (d + time.Second - 1).Truncate(time.Second)
 }
 
-// take returns a lease that lives for at least ttl from now.
-func (l *leases) take(ctx context.Context, ttl time.Duration) (clientv3.LeaseID, error) {
+// take returns a lease that lives for at least ttl from now, and until when it does.
+func (l *leases) take(ctx context.Context, ttl time.Duration) (clientv3.LeaseID, time.Time, error) {
 	ttl = roundUp(ttl)
 	c := l.class(ttl)
 	select {
 	case c.turn <- struct{}{}:
 	case <-ctx.Done():
-		return 0, ctx.Err()
+		return 0, time.Time{}, ctx.Err()
 	}
 	defer func() { <-c.turn }()
 
@@ -71,14 +72,15 @@ func (l *leases) take(ctx context.Context, ttl time.Duration) (clientv3.LeaseID,
 	if c.id == 0 || c.keys >= maxKeysPerLease || now.After(c.usable) {
 		resp, err := l.lease.Grant(ctx, int64((ttl+window(ttl))/time.Second))
 		if err != nil {
-			return 0, err
+			return 0, time.Time{}, err
 		}
 		l.grants.Add(1)
 		c.id, c.keys, c.usable = resp.ID, 0, now.Add(window(ttl))
-		l.remember(resp.ID, now.Add(time.Duration(resp.TTL)*time.Second))
+		c.until = now.Add(time.Duration(resp.TTL) * time.Second)
+		l.remember(resp.ID, c.until)
 	}
 	c.keys++
-	return c.id, nil
+	return c.id, c.until, nil
 }
 
 // drop forgets a lease that turned out to be gone.

@@ -68,7 +68,7 @@ func (s *Store) Publish(ctx context.Context, p message.Publish) (uint64, error) 
 		key, value := base+chunkName(chunks), string(payload[:chunkBytes])
 		payload = payload[chunkBytes:]
 		cctx, cancel := s.op(ctx)
-		_, err := s.withLease(cctx, p.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+		_, _, err := s.withLease(cctx, p.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
 			return s.txn(cctx, []clientv3.Cmp{exists(s.keys.session(p.Session))},
 				[]clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))}, nil)
 		})
@@ -81,7 +81,7 @@ func (s *Store) Publish(ctx context.Context, p message.Publish) (uint64, error) 
 	octx, cancel = s.op(ctx)
 	defer cancel()
 	key, value := base+lastName(len(payload), chunks), encodeLast(payload)
-	resp, err := s.withLease(octx, p.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+	resp, _, err := s.withLease(octx, p.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
 		return s.txn(octx,
 			[]clientv3.Cmp{clientv3.Compare(clientv3.CreateRevision(s.keys.session(p.Session)), "=", born), empty(last)},
 			[]clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},

@@ -14,20 +14,26 @@ import (
 
 var errLeasesGone = errors.New("leases end as soon as they are granted")
 
-// withLease runs fn with a shared lease for the TTL, and again with another one if the first is gone.
-func (s *Store) withLease(ctx context.Context, ttl time.Duration, fn func(clientv3.LeaseID) (*clientv3.TxnResponse, error)) (*clientv3.TxnResponse, error) {
+// withLease runs fn with a shared lease for the TTL, and again with another one if the first is gone. It also returns until
+// when the lease lives, at least.
+func (s *Store) withLease(ctx context.Context, ttl time.Duration, fn func(clientv3.LeaseID) (*clientv3.TxnResponse, error)) (*clientv3.TxnResponse, time.Time, error) {
 	for range leaseTries {
-		id, err := s.leases.take(ctx, ttl)
+		id, until, err := s.leases.take(ctx, ttl)
 		if err != nil {
-			return nil, err
+			return nil, until, err
 		}
 		resp, err := fn(id)
 		if !errors.Is(err, rpctypes.ErrLeaseNotFound) {
-			return resp, err
+			return resp, until, err
 		}
 		s.leases.drop(ctx, ttl, id)
 	}
-	return nil, errLeasesGone
+	return nil, time.Time{}, errLeasesGone
+}
+
+// left is what is left of a TTL on a lease that lives until then.
+func left(until time.Time, ttl time.Duration) time.Duration {
+	return max(min(time.Until(until), ttl), 0)
 }
 
 func exists(key string) clientv3.Cmp  { return clientv3.Compare(clientv3.CreateRevision(key), ">", 0) }
@@ -45,23 +51,23 @@ func (s *Store) holds(id, request string, token uint64) []clientv3.Cmp {
 }
 
 // CreateSession implements session.Store.
-func (s *Store) CreateSession(ctx context.Context, id string, data []byte, ttl time.Duration) (uint64, error) {
+func (s *Store) CreateSession(ctx context.Context, id string, data []byte, ttl time.Duration) (uint64, time.Duration, error) {
 	octx, cancel := s.op(ctx)
 	defer cancel()
 	key, value := s.keys.session(id), encodeSession(ttl, data)
-	resp, err := s.withLease(octx, ttl, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+	resp, until, err := s.withLease(octx, ttl, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
 		return s.txn(octx,
 			[]clientv3.Cmp{missing(key)},
 			[]clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},
 			nil)
 	})
 	if err != nil {
-		return 0, s.fail(ctx, err)
+		return 0, 0, s.fail(ctx, err)
 	}
 	if !resp.Succeeded {
-		return 0, session.ErrExists
+		return 0, 0, session.ErrExists
 	}
-	return uint64(resp.Header.Revision), nil
+	return uint64(resp.Header.Revision), left(until, ttl), nil
 }
 
 // ReadSession implements session.Store.
@@ -143,7 +149,7 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 	}
 	value := encodeSession(save.TTL, save.Data)
 	entry := s.keys.lock(save.ID, save.Request)
-	resp, err := s.withLease(octx, save.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+	resp, _, err := s.withLease(octx, save.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
 		then := []clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))}
 		if save.Release {
 			then = append(then, clientv3.OpDelete(entry))
@@ -197,7 +203,7 @@ func (s *Store) TouchSession(ctx context.Context, id string) (time.Duration, err
 		if found.Remaining >= found.TTL-found.TTL/3 {
 			return found.Remaining, nil
 		}
-		resp, err := s.withLease(octx, found.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+		resp, until, err := s.withLease(octx, found.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
 			return s.txn(octx,
 				[]clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", int64(found.Revision))},
 				[]clientv3.Op{clientv3.OpPut(key, "", clientv3.WithIgnoreValue(), clientv3.WithLease(lease))},
@@ -207,7 +213,7 @@ func (s *Store) TouchSession(ctx context.Context, id string) (time.Duration, err
 			return 0, s.fail(ctx, err)
 		}
 		if resp.Succeeded {
-			return found.TTL, nil
+			return left(until, found.TTL), nil
 		}
 		// Somebody wrote it, which started the TTL anew; or destroyed it.
 	}

@@ -79,8 +79,8 @@ type Save struct {
 
 // Store keeps sessions. Each method is one atomic step. Its errors are this package's.
 type Store interface {
-	// CreateSession stores a session that must not exist. It returns its revision.
-	CreateSession(ctx context.Context, id string, data []byte, ttl time.Duration) (uint64, error)
+	// CreateSession stores a session that must not exist. It returns its revision and what is left of the TTL.
+	CreateSession(ctx context.Context, id string, data []byte, ttl time.Duration) (uint64, time.Duration, error)
 	// ReadSession is linearizable. It returns the store's position too.
 	ReadSession(ctx context.Context, id string) (Session, uint64, error)
 	// SaveSession replaces data and TTL if all that s names holds. It returns the new revision.
@@ -110,11 +110,11 @@ func (s *Service) Create(ctx context.Context, id string, data []byte, ttl time.D
 	if id == "" {
 		id = rand.Text()
 	}
-	revision, err := s.store.CreateSession(ctx, id, data, ttl)
+	revision, remaining, err := s.store.CreateSession(ctx, id, data, ttl)
 	if err != nil {
 		return Session{}, err
 	}
-	return Session{ID: id, Revision: revision, TTL: ttl, Remaining: ttl}, nil
+	return Session{ID: id, Revision: revision, TTL: ttl, Remaining: remaining}, nil
 }
 
 // Read returns a session as of now and the store's position.
