@@ -121,11 +121,12 @@ func (k kind) status(text string, metadata map[string]string, more ...protoadapt
 	return detailed.Err()
 }
 
-// logLevel: what callers do wrong, or meet in the course of things, is theirs to log.
+// logLevel: what callers do wrong, or meet in the course of things, is theirs to log. That etcd cannot be reached is
+// logged once by who finds out, not once a call.
 func logLevel(code codes.Code) logging.Level {
 	switch code {
-	case codes.Unavailable, codes.ResourceExhausted:
-		return logging.LevelWarn
+	case codes.ResourceExhausted:
+		return logging.LevelInfo
 	case codes.Internal, codes.Unknown, codes.DataLoss:
 		return logging.LevelError
 	default:
