@@ -55,7 +55,8 @@ const (
 	ErrorReason_ERROR_REASON_TOO_MANY_WAITERS ErrorReason = 10
 	// RESOURCE_EXHAUSTED: the message is over the size limit. Metadata: "limit_bytes", "size_bytes".
 	ErrorReason_ERROR_REASON_MESSAGE_TOO_LARGE ErrorReason = 11
-	// RESOURCE_EXHAUSTED: the session has too many stored messages. Metadata: "limit".
+	// RESOURCE_EXHAUSTED: the session has too many stored messages, or too many bytes of them. Metadata: "limit" or
+	// "limit_bytes".
 	ErrorReason_ERROR_REASON_TOO_MANY_MESSAGES ErrorReason = 12
 	// INVALID_ARGUMENT: a field of the request is out of its limits; nothing was done.
 	ErrorReason_ERROR_REASON_INVALID_ARGUMENT ErrorReason = 13

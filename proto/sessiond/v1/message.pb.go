@@ -282,7 +282,8 @@ func (x *SubscribeRequest) GetAfterPosition() uint64 {
 // SubscribeResponse brings messages.
 type SubscribeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The next messages, in order of position. Empty in the first answer if nothing is stored.
+	// The next messages, in order of position, about 1 MiB of them or a single one of up to 4 MiB (receivers have to accept
+	// more than gRPC's 4 MiB by default). Empty in the first answer if nothing is stored.
 	Messages []*Message `protobuf:"bytes,1,rep,name=messages,proto3" json:"messages,omitempty"`
 	// Everything up to this position has been delivered: go on from here after a break.
 	Position      uint64 `protobuf:"varint,2,opt,name=position,proto3" json:"position,omitempty"`

@@ -35,6 +35,9 @@ const (
 // streams of a store, so one position serves to go on with several streams of a session. Messages live no longer than
 // their session and at most their own TTL.
 //
+// A session stores at most 1,000 messages and 16 MiB of them; publishers at the same moment can exceed that by a message
+// each.
+//
 // Any method may also return INVALID_ARGUMENT, BACKEND_UNAVAILABLE (within 3 s), SHUTTING_DOWN and INTERNAL.
 type MessageServiceClient interface {
 	// Publish appends a message to a stream of a session, durably and in order. One commit for a message of up to 1 MiB,
@@ -47,8 +50,8 @@ type MessageServiceClient interface {
 	// position received; nothing is lost that has not outlived its TTL.
 	// Reasons: SESSION_NOT_FOUND.
 	Subscribe(ctx context.Context, in *SubscribeRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SubscribeResponse], error)
-	// Trim removes the stored messages of a stream up to a position, those that are dealt with. One commit if there is
-	// something to remove, else none. Idempotent.
+	// Trim removes the stored messages of a stream up to a position, those that are dealt with. No commit if there is
+	// nothing to remove; one if that is up to 100 messages or all that the stream has, else one for each 100. Idempotent.
 	// Reasons: SESSION_NOT_FOUND.
 	Trim(ctx context.Context, in *TrimRequest, opts ...grpc.CallOption) (*TrimResponse, error)
 }
@@ -111,6 +114,9 @@ func (c *messageServiceClient) Trim(ctx context.Context, in *TrimRequest, opts .
 // streams of a store, so one position serves to go on with several streams of a session. Messages live no longer than
 // their session and at most their own TTL.
 //
+// A session stores at most 1,000 messages and 16 MiB of them; publishers at the same moment can exceed that by a message
+// each.
+//
 // Any method may also return INVALID_ARGUMENT, BACKEND_UNAVAILABLE (within 3 s), SHUTTING_DOWN and INTERNAL.
 type MessageServiceServer interface {
 	// Publish appends a message to a stream of a session, durably and in order. One commit for a message of up to 1 MiB,
@@ -123,8 +129,8 @@ type MessageServiceServer interface {
 	// position received; nothing is lost that has not outlived its TTL.
 	// Reasons: SESSION_NOT_FOUND.
 	Subscribe(*SubscribeRequest, grpc.ServerStreamingServer[SubscribeResponse]) error
-	// Trim removes the stored messages of a stream up to a position, those that are dealt with. One commit if there is
-	// something to remove, else none. Idempotent.
+	// Trim removes the stored messages of a stream up to a position, those that are dealt with. No commit if there is
+	// nothing to remove; one if that is up to 100 messages or all that the stream has, else one for each 100. Idempotent.
 	// Reasons: SESSION_NOT_FOUND.
 	Trim(context.Context, *TrimRequest) (*TrimResponse, error)
 	mustEmbedUnimplementedMessageServiceServer()

@@ -85,8 +85,12 @@ func toStatus(ctx context.Context, logger *slog.Logger, err error) error {
 			status(e.Error(), map[string]string{"limit_bytes": strconv.Itoa(e.Limit), "size_bytes": strconv.Itoa(e.Size)})
 	}
 	if e, ok := errors.AsType[*message.TooManyError](err); ok {
+		limit := "limit"
+		if e.Bytes {
+			limit = "limit_bytes"
+		}
 		return kind{codes.ResourceExhausted, sessiondv1.ErrorReason_ERROR_REASON_TOO_MANY_MESSAGES, 0}.
-			status(e.Error(), map[string]string{"limit": strconv.Itoa(e.Limit)})
+			status(e.Error(), map[string]string{limit: strconv.Itoa(e.Limit)})
 	}
 	if e, ok := errors.AsType[*invalidError](err); ok {
 		return kind{codes.InvalidArgument, sessiondv1.ErrorReason_ERROR_REASON_INVALID_ARGUMENT, 0}.

@@ -40,6 +40,7 @@ func TestEveryReason(t *testing.T) {
 		{&lock.TooManyWaitersError{Limit: 3}, codes.ResourceExhausted, sessiondv1.ErrorReason_ERROR_REASON_TOO_MANY_WAITERS, "limit=3", false},
 		{&message.TooLargeError{Limit: 1, Size: 2}, codes.ResourceExhausted, sessiondv1.ErrorReason_ERROR_REASON_MESSAGE_TOO_LARGE, "limit_bytes=1 size_bytes=2", false},
 		{&message.TooManyError{Limit: 4}, codes.ResourceExhausted, sessiondv1.ErrorReason_ERROR_REASON_TOO_MANY_MESSAGES, "limit=4", false},
+		{&message.TooManyError{Limit: 5, Bytes: true}, codes.ResourceExhausted, sessiondv1.ErrorReason_ERROR_REASON_TOO_MANY_MESSAGES, "limit_bytes=5", false},
 		{invalid, codes.InvalidArgument, sessiondv1.ErrorReason_ERROR_REASON_INVALID_ARGUMENT, "", false},
 		{fmt.Errorf("%w: dial tcp 10.0.0.1", session.ErrUnavailable), codes.Unavailable, sessiondv1.ErrorReason_ERROR_REASON_BACKEND_UNAVAILABLE, "", true},
 		{session.ErrDraining, codes.Unavailable, sessiondv1.ErrorReason_ERROR_REASON_SHUTTING_DOWN, "", true},
