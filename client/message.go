@@ -182,8 +182,7 @@ func (s *subscription) reconnect(cause error) error {
 }
 
 func asError(err error) error {
-	var e *Error
-	if errors.As(err, &e) {
+	if _, ok := errors.AsType[*Error](err); ok {
 		return err
 	}
 	return fromStatus("subscribe", err)

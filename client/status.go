@@ -102,7 +102,9 @@ func (e *Error) Unwrap() error { return e.kind }
 
 type unknownOutcomeError struct{ cause error }
 
-func (e *unknownOutcomeError) Error() string   { return fmt.Sprintf("%v (%v)", e.cause, ErrOutcomeUnknown) }
+func (e *unknownOutcomeError) Error() string {
+	return fmt.Sprintf("%v (%v)", e.cause, ErrOutcomeUnknown)
+}
 func (e *unknownOutcomeError) Unwrap() []error { return []error{ErrOutcomeUnknown, e.cause} }
 
 // fromStatus is the one place that maps a gRPC status to an error of this package.
@@ -154,7 +156,7 @@ func (*timedOutError) Unwrap() []error { return []error{ErrUnavailable, context.
 // retriable tells what another node may do better: a call that met no node, or one that shuts down. A node that cannot
 // reach its backend has said so after trying, and must be heard at once.
 func retriable(err error) bool {
-	var e *Error
-	return errors.As(fromStatus("", err), &e) && e.kind == ErrUnavailable &&
+	e, ok := errors.AsType[*Error](fromStatus("", err))
+	return ok && !errors.Is(e.kind, context.DeadlineExceeded) && errors.Is(e.kind, ErrUnavailable) &&
 		e.Reason != sessiondv1.ErrorReason_ERROR_REASON_BACKEND_UNAVAILABLE
 }

@@ -142,7 +142,7 @@ func (x *exchange) resumed(err error) {
 		if x.session.locker != nil {
 			err = fmt.Errorf("%w: %w", ErrLockNotRegained, err)
 		}
-		x.h.log.Warn("handler's wait for the client ends with an error", slog.Any("error", err))
+		x.h.log.WarnContext(x.ctx, "handler's wait for the client ends with an error", slog.Any("error", err))
 	} else {
 		x.armLockTimer()
 	}
@@ -176,7 +176,7 @@ func (x *exchange) watch() error {
 				_ = x.post(x.sessionEnded)
 			case err != nil:
 				if x.ctx.Err() == nil {
-					x.h.log.Error("subscription to a session's control stream failed", slog.Any("error", err))
+					x.h.log.ErrorContext(x.ctx, "subscription to a session's control stream failed", slog.Any("error", err))
 				}
 			case x.post(func() { x.control(m) }) != nil:
 				return
@@ -190,7 +190,7 @@ func (x *exchange) watch() error {
 func (x *exchange) control(m client.Message) {
 	var c control
 	if err := json.Unmarshal(m.Payload, &c); err != nil {
-		x.h.log.Error("message of a session's control stream cannot be read", slog.Any("error", err))
+		x.h.log.ErrorContext(x.ctx, "message of a session's control stream cannot be read", slog.Any("error", err))
 		return
 	}
 	switch {

@@ -97,8 +97,11 @@ func TestF1SDKClient(t *testing.T) {
 		}
 		for i, want := range []string{"1", "2", "3"} {
 			res, err := session.CallTool(ctx, &mcp.CallToolParams{Name: "add", Arguments: map[string]any{"by": 1}})
-			if err != nil || res.Content[0].(*mcp.TextContent).Text != want {
-				t.Fatalf("call %d: %+v %v", i, res, err)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if content, ok := res.Content[0].(*mcp.TextContent); !ok || content.Text != want {
+				t.Fatalf("call %d: %+v", i, res.Content[0])
 			}
 		}
 		if err := session.Close(); err != nil {

@@ -131,6 +131,9 @@ func refusalOf(err error) *refusal {
 	default:
 		f = refuse(http.StatusServiceUnavailable, codeServerError, "the session store is unavailable, try again")
 		f.retryAfter, f.log = 1, slog.LevelError
+		if errors.Is(err, context.Canceled) {
+			f.log = slog.LevelDebug // the client left, or the server stops: not the store's fault
+		}
 	}
 	f.cause = err
 	return f

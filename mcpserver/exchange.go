@@ -178,7 +178,7 @@ func (x *exchange) run() {
 			if err := x.watch(); errors.Is(err, client.ErrSessionNotFound) {
 				x.sessionEnded()
 			} else if err != nil {
-				x.h.log.Warn("cannot watch a session for cancellation, trying again", slog.Any("error", err))
+				x.h.log.WarnContext(x.ctx, "cannot watch a session for cancellation, trying again", slog.Any("error", err))
 				watch.Reset(time.Second)
 			}
 		case <-touch.C:
@@ -379,7 +379,7 @@ func (x *exchange) touch() {
 	if _, err := x.session.store.Touch(x.ctx, x.session.id); errors.Is(err, client.ErrSessionNotFound) {
 		x.sessionEnded()
 	} else if err != nil {
-		x.h.log.Warn("cannot keep the session of a running request alive, trying again", slog.Any("error", err))
+		x.h.log.WarnContext(x.ctx, "cannot keep the session of a running request alive, trying again", slog.Any("error", err))
 	}
 }
 
@@ -405,7 +405,7 @@ func (x *exchange) notice(ctx context.Context, m *jsonrpc.Request) {
 		return
 	}
 	if _, err := x.h.opts.Messages.Publish(x.ctx, x.session.id, standaloneStream, data, client.PublishOptions{TTL: x.h.opts.SessionTTL}); err != nil {
-		x.h.log.Warn("notification not kept for the standalone stream", slog.String("method", m.Method), slog.Any("error", err))
+		x.h.log.WarnContext(x.ctx, "notification not kept for the standalone stream", slog.String("method", m.Method), slog.Any("error", err))
 	}
 }
 

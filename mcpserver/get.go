@@ -146,7 +146,7 @@ func (s *standalone) serve(ctx context.Context, incoming <-chan client.Message, 
 			return
 		case err := <-gone:
 			if !errors.Is(err, client.ErrSessionNotFound) && ctx.Err() == nil {
-				s.h.log.Error("subscription of a standalone stream failed", slog.Any("error", err))
+				s.h.log.ErrorContext(ctx, "subscription of a standalone stream failed", slog.Any("error", err))
 			}
 			return
 		case data := <-s.events:
@@ -164,7 +164,7 @@ func (s *standalone) serve(ctx context.Context, incoming <-chan client.Message, 
 				return
 			}
 			if err := s.h.opts.Messages.Trim(ctx, s.session.id, standaloneStream, m.Position); err != nil && ctx.Err() == nil {
-				s.h.log.Warn("delivered notification not removed, it may be delivered again", slog.Any("error", err))
+				s.h.log.WarnContext(ctx, "delivered notification not removed, it may be delivered again", slog.Any("error", err))
 			}
 		case <-comment.C:
 			if !s.comment() {
@@ -172,7 +172,7 @@ func (s *standalone) serve(ctx context.Context, incoming <-chan client.Message, 
 			}
 		case <-touch.C:
 			if _, err := s.session.store.Touch(ctx, s.session.id); err != nil && ctx.Err() == nil && !errors.Is(err, client.ErrSessionNotFound) {
-				s.h.log.Warn("cannot keep the session of an open stream alive, trying again", slog.Any("error", err))
+				s.h.log.WarnContext(ctx, "cannot keep the session of an open stream alive, trying again", slog.Any("error", err))
 			}
 		}
 	}

@@ -31,6 +31,16 @@ const (
 	DefaultMaxBodyBytes = 4 << 20
 )
 
+// The limits of the durations in [Options].
+const (
+	MinTTL         = time.Second
+	MaxSessionTTL  = 30 * 24 * time.Hour
+	MaxLockTTL     = time.Hour
+	MinTimeout     = time.Millisecond
+	MaxLockTimeout = time.Hour
+	MaxAskTimeout  = 24 * time.Hour
+)
+
 // Options are the settings of a [Handler].
 type Options struct {
 	// Store keeps the sessions. Without one, handshake-era clients are served without sessions: no Mcp-Session-Id, GET
@@ -44,16 +54,17 @@ type Options struct {
 	Locker Locker
 
 	// SessionTTL is how long a session lives after its last use: a request, a running call or an open stream on any
-	// replica. 1 s to 30 days. Default: [DefaultSessionTTL]. Its end is late by up to a third of it, since uses are
+	// replica. [MinTTL] to [MaxSessionTTL]. Default: [DefaultSessionTTL]. Its end is late by up to a third of it, since uses are
 	// written down only that often.
 	SessionTTL time.Duration
-	// LockTimeout is how long a request waits for its session's lock before it is answered 503. Default:
-	// [DefaultLockTimeout].
+	// LockTimeout is how long a request waits for its session's lock before it is answered 503. [MinTimeout] to
+	// [MaxLockTimeout]. Default: [DefaultLockTimeout].
 	LockTimeout time.Duration
 	// LockTTL bounds how long one request may hold the lock, waits for the client not counted; its handler's context
-	// ends a little before. 1 s to 1 h. Default: [DefaultLockTTL].
+	// ends a little before. [MinTTL] to [MaxLockTTL]. Default: [DefaultLockTTL].
 	LockTTL time.Duration
-	// AskTimeout is how long a handler waits for the client's answer to a question. Default: [DefaultAskTimeout].
+	// AskTimeout is how long a handler waits for the client's answer to a question. [MinTimeout] to [MaxAskTimeout].
+	// Default: [DefaultAskTimeout].
 	AskTimeout time.Duration
 
 	// JSON prefers application/json answers; a request becomes a stream only if its handler has something to say or ask
@@ -89,10 +100,10 @@ func (o *Options) complete() error {
 		value              *time.Duration
 		preset, least, max time.Duration
 	}{
-		{"SessionTTL", &o.SessionTTL, DefaultSessionTTL, time.Second, 30 * 24 * time.Hour},
-		{"LockTimeout", &o.LockTimeout, DefaultLockTimeout, time.Millisecond, time.Hour},
-		{"LockTTL", &o.LockTTL, DefaultLockTTL, time.Second, time.Hour},
-		{"AskTimeout", &o.AskTimeout, DefaultAskTimeout, time.Millisecond, 24 * time.Hour},
+		{"SessionTTL", &o.SessionTTL, DefaultSessionTTL, MinTTL, MaxSessionTTL},
+		{"LockTimeout", &o.LockTimeout, DefaultLockTimeout, MinTimeout, MaxLockTimeout},
+		{"LockTTL", &o.LockTTL, DefaultLockTTL, MinTTL, MaxLockTTL},
+		{"AskTimeout", &o.AskTimeout, DefaultAskTimeout, MinTimeout, MaxAskTimeout},
 	} {
 		if *d.value == 0 {
 			*d.value = d.preset
@@ -335,7 +346,7 @@ func (h *Handler) receive(next mcp.MethodHandler) mcp.MethodHandler {
 		}
 		defer func() {
 			if p := recover(); p != nil {
-				h.log.Error("handler panicked", slog.String("method", method), slog.Any("panic", p), slog.String("stack", string(debug.Stack())))
+				h.log.ErrorContext(ctx, "handler panicked", slog.String("method", method), slog.Any("panic", p), slog.String("stack", string(debug.Stack())))
 				res, err = nil, &jsonrpc.Error{Code: jsonrpc.CodeInternalError, Message: fmt.Sprintf("the handler of %s failed unexpectedly", method)}
 			}
 		}()

@@ -169,7 +169,7 @@ func newReplicas(t *testing.T, n int, edit func(*mcpserver.Options)) *replicas {
 		}
 		s := httptest.NewServer(handler)
 		t.Cleanup(func() {
-			ctx, cancel := context.WithCancel(context.Background())
+			ctx, cancel := context.WithCancel(t.Context())
 			cancel()
 			_ = handler.Shutdown(ctx)
 			s.CloseClientConnections()
@@ -180,7 +180,7 @@ func newReplicas(t *testing.T, n int, edit func(*mcpserver.Options)) *replicas {
 	return r
 }
 
-func withLock(o *mcpserver.Options) { o.Locker = o.Store.(mcpserver.Locker) }
+func withLock(o *mcpserver.Options) { o.Locker, _ = o.Store.(mcpserver.Locker) }
 func withJSON(o *mcpserver.Options) { o.JSON = true }
 
 // answer is an HTTP answer, read to its end.

@@ -1,6 +1,7 @@
 package mcpserver_test
 
 import (
+	"fmt"
 	"net/http"
 	"strings"
 	"testing"
@@ -106,7 +107,7 @@ func TestF14LockLost(t *testing.T) {
 		t.Errorf("keys: %s", a.body)
 	}
 	m := s.event()
-	if e, _ := m["error"].(map[string]any); e == nil || e["code"] != -32000.0 || !strings.Contains(e["message"].(string), "lock was lost") {
+	if e, _ := m["error"].(map[string]any); e["code"] != -32000.0 || !strings.Contains(fmt.Sprint(e["message"]), "lock was lost") {
 		t.Errorf("got %v", m)
 	}
 }

@@ -246,7 +246,7 @@ func (s *session) release(ctx context.Context) {
 	if err == nil || errors.Is(err, client.ErrLockNotHeld) {
 		return
 	}
-	s.h.log.Warn("lock not released, trying again", slog.Any("error", err))
+	s.h.log.WarnContext(ctx, "lock not released, trying again", slog.Any("error", err))
 	s.h.running.Go(func() { s.h.releaseLater(s.locker, grant) })
 }
 
@@ -259,7 +259,7 @@ func (h *Handler) releaseLater(locker Locker, grant client.Grant) {
 	for {
 		select {
 		case <-ctx.Done():
-			h.log.Warn("lock not released, left to its TTL")
+			h.log.WarnContext(ctx, "lock not released, left to its TTL")
 			return
 		case <-again.C:
 		}

@@ -190,11 +190,11 @@ func joinArray(parts [][]byte) []byte {
 
 // rpcErrorOf turns the error that a handler returned into a JSON-RPC error, as the SDK does on its own transports.
 func rpcErrorOf(err error) *jsonrpc.Error {
-	var wire *jsonrpc.Error
-	if !errors.As(err, &wire) {
+	wire, ok := errors.AsType[*jsonrpc.Error](err)
+	if !ok {
 		return &jsonrpc.Error{Message: err.Error()}
 	}
-	if err == error(wire) {
+	if wire.Error() == err.Error() {
 		return wire
 	}
 	return &jsonrpc.Error{Code: wire.Code, Message: err.Error()}

@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"strconv"
 	"strings"
 	"time"
 
@@ -108,12 +109,26 @@ func writeUsage(w io.Writer, flags *flag.FlagSet) {
 // validate reports all that is wrong at once. Limits that are mcpserver's own it leaves to that.
 func (c config) validate() error {
 	var errs []error
-	if _, _, err := net.SplitHostPort(c.listen); err != nil {
-		errs = append(errs, fmt.Errorf("--listen %q: want host:port", c.listen))
+	if err := checkAddress(c.listen); err != nil {
+		errs = append(errs, fmt.Errorf("--listen %q: %w", c.listen, err))
+	}
+	for _, d := range []struct {
+		flag               string
+		value, least, most time.Duration
+	}{
+		{"session-ttl", c.sessionTTL, mcpserver.MinTTL, mcpserver.MaxSessionTTL},
+		{"lock-timeout", c.lockTimeout, mcpserver.MinTimeout, mcpserver.MaxLockTimeout},
+		{"lock-ttl", c.lockTTL, mcpserver.MinTTL, mcpserver.MaxLockTTL},
+		{"ask-timeout", c.askTimeout, mcpserver.MinTimeout, mcpserver.MaxAskTimeout},
+		{"grace", c.grace, time.Millisecond, time.Hour},
+	} {
+		if d.value < d.least || d.value > d.most {
+			errs = append(errs, fmt.Errorf("--%s %s: want %s to %s", d.flag, d.value, d.least, d.most))
+		}
 	}
 	if c.sessiond != sessiondEmbedded && c.sessiond != sessiondNone {
 		for _, address := range c.addresses() {
-			if host, port, err := net.SplitHostPort(address); err != nil || host == "" || port == "" {
+			if err := checkAddress(address); err != nil {
 				errs = append(errs, fmt.Errorf("--sessiond %q: want embedded, none, or host:port[,host:port...]", c.sessiond))
 				break
 			}
@@ -125,13 +140,21 @@ func (c config) validate() error {
 	if c.lock && c.sessiond == sessiondNone {
 		errs = append(errs, errors.New("--lock needs sessions: want --sessiond embedded or host:port[,host:port...]"))
 	}
-	if c.grace <= 0 {
-		errs = append(errs, fmt.Errorf("--grace %s: want more than 0", c.grace))
-	}
 	if c.logFormat != "text" && c.logFormat != "json" {
 		errs = append(errs, fmt.Errorf("--log-format %q: want text or json", c.logFormat))
 	}
 	return errors.Join(errs...)
+}
+
+func checkAddress(address string) error {
+	_, port, err := net.SplitHostPort(address)
+	if err == nil {
+		_, err = strconv.ParseUint(port, 10, 16)
+	}
+	if err != nil {
+		return errors.New("want host:port, with a port of 0 to 65535")
+	}
+	return nil
 }
 
 func (c config) addresses() []string { return strings.Split(c.sessiond, ",") }

@@ -1,4 +1,3 @@
-//nolint:staticcheck // The suite wants what the modern era deprecates, too.
 package main
 
 import (

@@ -157,7 +157,7 @@ func listenAndDrain(ctx context.Context, c config, logger *slog.Logger, listener
 	}
 	failed := make(chan error, 1)
 	go func() { failed <- srv.Serve(listener) }()
-	logger.Info("serving", slog.String("url", "http://"+listener.Addr().String()+"/mcp"), slog.String("sessiond", c.sessiond), slog.Bool("lock", c.lock))
+	logger.InfoContext(ctx, "serving", slog.String("url", "http://"+listener.Addr().String()+"/mcp"), slog.String("sessiond", c.sessiond), slog.Bool("lock", c.lock))
 	select {
 	case err := <-failed:
 		return fmt.Errorf("serve %s: %w", c.listen, err)
@@ -169,12 +169,12 @@ func listenAndDrain(ctx context.Context, c config, logger *slog.Logger, listener
 		failure = cause
 	}
 
-	logger.Info("draining", slog.Duration("grace", c.grace))
+	logger.InfoContext(ctx, "draining", slog.Duration("grace", c.grace))
 	drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), c.grace)
 	defer cancel()
 	err := handler.Shutdown(drain)
 	if errors.Is(err, context.DeadlineExceeded) {
-		logger.Warn("requests cut short at the end of the grace period")
+		logger.WarnContext(ctx, "requests cut short at the end of the grace period")
 		err = nil
 	}
 	// What was cut short has been told so; it takes a moment to be written.
@@ -183,7 +183,9 @@ func listenAndDrain(ctx context.Context, c config, logger *slog.Logger, listener
 	if serr := srv.Shutdown(last); serr != nil {
 		err = errors.Join(err, srv.Close())
 	}
-	<-failed
-	logger.Info("stopped")
+	if serr := <-failed; !errors.Is(serr, http.ErrServerClosed) {
+		err = errors.Join(err, serr)
+	}
+	logger.InfoContext(ctx, "stopped")
 	return errors.Join(failure, err)
 }

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/modelcontextprotocol/go-sdk/mcp"
@@ -90,22 +91,29 @@ func noteSet(ctx context.Context, _ *mcp.CallToolRequest, in noteInput) (*mcp.Ca
 }
 
 func notesList(ctx context.Context, _ *mcp.CallToolRequest, _ struct{}) (*mcp.CallToolResult, any, error) {
-	keys, err := mcpserver.Keys(ctx)
+	notes, err := notesOf(ctx)
 	if err != nil {
 		return nil, nil, err
 	}
+	return jsonText(notes)
+}
+
+func notesOf(ctx context.Context) (map[string]string, error) {
+	keys, err := mcpserver.Keys(ctx)
+	if err != nil {
+		return nil, err
+	}
 	notes := map[string]string{}
 	for _, key := range keys {
-		if len(key) <= len(noteKey) || key[:len(noteKey)] != noteKey {
+		name, ok := strings.CutPrefix(key, noteKey)
+		if !ok {
 			continue
 		}
-		note, _, err := mcpserver.Get[string](ctx, key)
-		if err != nil {
-			return nil, nil, err
+		if notes[name], _, err = mcpserver.Get[string](ctx, key); err != nil {
+			return nil, err
 		}
-		notes[key[len(noteKey):]] = note
 	}
-	return jsonText(notes)
+	return notes, nil
 }
 
 func jsonText(v any) (*mcp.CallToolResult, any, error) {
@@ -158,7 +166,6 @@ type sampleInput struct {
 }
 
 func sample(ctx context.Context, req *mcp.CallToolRequest, in sampleInput) (*mcp.CallToolResult, any, error) {
-	//nolint:staticcheck // Deprecated in the modern era only; the handshake era has nothing else.
 	res, err := req.Session.CreateMessage(ctx, &mcp.CreateMessageParams{
 		Messages:  []*mcp.SamplingMessage{{Role: "user", Content: &mcp.TextContent{Text: in.Prompt}}},
 		MaxTokens: 100,
@@ -174,7 +181,6 @@ func sample(ctx context.Context, req *mcp.CallToolRequest, in sampleInput) (*mcp
 }
 
 func roots(ctx context.Context, req *mcp.CallToolRequest, _ struct{}) (*mcp.CallToolResult, any, error) {
-	//nolint:staticcheck // Deprecated in the modern era only; the handshake era has nothing else.
 	res, err := req.Session.ListRoots(ctx, nil)
 	if err != nil {
 		return nil, nil, err
@@ -194,27 +200,21 @@ func slow(ctx context.Context, req *mcp.CallToolRequest, in slowInput) (*mcp.Cal
 	if in.Seconds < 0 || in.Seconds > maxSeconds {
 		return nil, nil, fmt.Errorf("seconds is %v, want 0 to %d", in.Seconds, maxSeconds)
 	}
-	end := time.NewTimer(time.Duration(in.Seconds * float64(time.Second)))
-	defer end.Stop()
-	second := time.NewTicker(time.Second)
-	defer second.Stop()
-	for passed := 1; ; {
-		select {
-		case <-ctx.Done():
-			return nil, nil, context.Cause(ctx)
-		case <-end.C:
-			return text(fmt.Sprintf("took %v s", in.Seconds)), nil, nil
-		case <-second.C:
-			if token := req.Params.GetProgressToken(); token != nil {
-				if err := req.Session.NotifyProgress(ctx, &mcp.ProgressNotificationParams{
-					ProgressToken: token, Progress: float64(passed), Total: in.Seconds,
-				}); err != nil {
-					return nil, nil, err
-				}
-			}
-			passed++
+	for passed := 0.0; passed < in.Seconds; {
+		step := min(1, in.Seconds-passed)
+		if err := pause(ctx, time.Duration(step*float64(time.Second))); err != nil {
+			return nil, nil, err
+		}
+		passed += step
+		token := req.Params.GetProgressToken()
+		if token == nil {
+			continue
+		}
+		if err := req.Session.NotifyProgress(ctx, &mcp.ProgressNotificationParams{ProgressToken: token, Progress: passed, Total: in.Seconds}); err != nil {
+			return nil, nil, err
 		}
 	}
+	return text(fmt.Sprintf("took %v s", in.Seconds)), nil, nil
 }
 
 type sayInput struct {
@@ -226,16 +226,12 @@ func say(ctx context.Context, req *mcp.CallToolRequest, in sayInput) (*mcp.CallT
 	if in.Count < 0 || in.Count > maxMessages || in.Interval < 0 || in.Interval > maxSeconds*1000 {
 		return nil, nil, fmt.Errorf("count is %d and interval_ms %d, want 0 to %d and 0 to %d", in.Count, in.Interval, maxMessages, maxSeconds*1000)
 	}
-	pause := time.NewTimer(0)
-	defer pause.Stop()
 	for i := range in.Count {
-		select {
-		case <-ctx.Done():
-			return nil, nil, context.Cause(ctx)
-		case <-pause.C:
+		if i > 0 {
+			if err := pause(ctx, time.Duration(in.Interval)*time.Millisecond); err != nil {
+				return nil, nil, err
+			}
 		}
-		pause.Reset(time.Duration(in.Interval) * time.Millisecond)
-		//nolint:staticcheck // Deprecated in the modern era only; the handshake era has nothing else.
 		if err := req.Session.Log(ctx, &mcp.LoggingMessageParams{Level: "info", Logger: "say", Data: fmt.Sprintf("message %d of %d", i+1, in.Count)}); err != nil {
 			return nil, nil, err
 		}
@@ -267,12 +263,14 @@ func addResources(server *mcp.Server) {
 	const notes = "sessiond://notes"
 	server.AddResource(&mcp.Resource{URI: notes, Name: "notes", Description: "The session's notes.", MIMEType: "application/json"},
 		func(ctx context.Context, _ *mcp.ReadResourceRequest) (*mcp.ReadResourceResult, error) {
-			res, _, err := notesList(ctx, nil, struct{}{})
+			found, err := notesOf(ctx)
 			if err != nil {
 				return nil, err
 			}
-			return &mcp.ReadResourceResult{Contents: []*mcp.ResourceContents{{
-				URI: notes, MIMEType: "application/json", Text: res.Content[0].(*mcp.TextContent).Text,
-			}}}, nil
+			data, err := json.Marshal(found)
+			if err != nil {
+				return nil, err
+			}
+			return &mcp.ReadResourceResult{Contents: []*mcp.ResourceContents{{URI: notes, MIMEType: "application/json", Text: string(data)}}}, nil
 		})
 }
