@@ -1,0 +1,425 @@
+package client_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/health"
+	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/sessiond/sessiond/client"
+	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
+	"github.com/sessiond/sessiond/sessiond"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// startNode runs a sessiond on embedded etcd and returns a client of it.
+func startNode(t *testing.T) *client.Client {
+	t.Helper()
+	node, err := sessiond.New(t.Context(), sessiond.Config{
+		DataDir: t.TempDir(), Listen: "127.0.0.1:0", Logger: slog.New(slog.NewTextHandler(io.Discard, nil)),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	done := make(chan error, 1)
+	go func() { done <- node.Run(ctx) }()
+	c, err := client.New([]string{node.Addr().String()}, client.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	for c.Ready(t.Context()) != nil {
+		if t.Context().Err() != nil {
+			t.Fatal("node not ready")
+		}
+	}
+	return c
+}
+
+// C1: the whole life of a session, a lock and a message through the client, on a real node.
+func TestC1AgainstANode(t *testing.T) {
+	c, ctx := startNode(t), t.Context()
+
+	s, err := c.Create(ctx, []byte("a"), client.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Create(ctx, nil, client.CreateOptions{ID: s.ID}); !errors.Is(err, client.ErrSessionExists) {
+		t.Errorf("create again: %v", err)
+	}
+	if got, err := c.Read(ctx, s.ID); err != nil || string(got.Data) != "a" || got.TTL != time.Hour || got.TTLRemaining < 59*time.Minute {
+		t.Errorf("read: %+v %v", got, err)
+	}
+	if _, err := c.Save(ctx, s.ID, []byte("b"), client.SaveOptions{ExpectedRevision: s.Revision - 1}); !errors.Is(err, client.ErrRevisionMismatch) {
+		t.Errorf("save on an old revision: %v", err)
+	}
+	if _, err := c.Save(ctx, s.ID, make([]byte, 2<<20), client.SaveOptions{}); !errors.Is(err, client.ErrSessionTooLarge) {
+		t.Errorf("save 2 MiB: %v", err)
+	}
+	if _, err := c.Read(ctx, "a b"); !errors.Is(err, client.ErrInvalidArgument) {
+		t.Errorf("malformed id: %v", err)
+	}
+
+	g, err := c.Acquire(ctx, s.ID, client.AcquireOptions{Holder: "me", TTL: time.Minute})
+	if err != nil || string(g.Session.Data) != "a" || g.TTL < time.Minute || time.Until(g.Deadline) > g.TTL {
+		t.Fatalf("acquire: %+v %v", g, err)
+	}
+	if again, err := c.Acquire(ctx, s.ID, client.AcquireOptions{RequestID: g.RequestID, Holder: "me"}); err != nil || again.FencingToken != g.FencingToken {
+		t.Errorf("the same request again: %+v %v", again, err)
+	}
+	if _, err := c.Acquire(ctx, s.ID, client.AcquireOptions{Holder: "me"}); !errors.Is(err, client.ErrLockAlreadyHeld) {
+		t.Errorf("the same holder again: %v", err)
+	}
+	if try, err := c.TryAcquire(ctx, s.ID, client.AcquireOptions{}); err != nil || try.Acquired || try.Holder != "me" {
+		t.Errorf("try: %+v %v", try, err)
+	}
+	if _, err := c.Acquire(ctx, s.ID, client.AcquireOptions{Timeout: time.Millisecond}); !errors.Is(err, client.ErrLockTimeout) {
+		t.Errorf("acquire what is held: %v", err)
+	}
+	if _, err := c.Save(ctx, s.ID, []byte("c"), client.SaveOptions{}); !errors.Is(err, client.ErrSessionLocked) {
+		t.Errorf("save without the grant: %v", err)
+	}
+	if _, err := c.Save(ctx, s.ID, []byte("d"), client.SaveOptions{Grant: &g, Release: true}); err != nil {
+		t.Errorf("save and release: %v", err)
+	}
+	if _, err := c.Save(ctx, s.ID, []byte("e"), client.SaveOptions{Grant: &g}); !errors.Is(err, client.ErrLockLost) {
+		t.Errorf("save after the release: %v", err)
+	}
+	if err := c.Release(ctx, g); !errors.Is(err, client.ErrLockNotHeld) {
+		t.Errorf("second release: %v", err)
+	}
+
+	err = c.WithLock(ctx, s.ID, client.AcquireOptions{}, func(_ context.Context, data []byte) ([]byte, error) { return append(data, 'f'), nil })
+	if err != nil {
+		t.Errorf("with lock: %v", err)
+	}
+	failure := errors.New("mine")
+	if err := c.WithLock(ctx, s.ID, client.AcquireOptions{}, func(context.Context, []byte) ([]byte, error) { return []byte("x"), failure }); !errors.Is(err, failure) {
+		t.Errorf("with lock, failing: %v", err)
+	}
+	got, err := c.Read(ctx, s.ID)
+	if err != nil || string(got.Data) != "df" {
+		t.Fatalf("read: %+v %v", got, err)
+	}
+
+	watch, stop := context.WithCancel(ctx)
+	defer stop()
+	messages, err := c.Subscribe(watch, s.ID, got.Position, "one", "two")
+	if err != nil {
+		t.Fatal(err)
+	}
+	large := bytes.Repeat([]byte("x"), 3<<20)
+	for _, m := range []struct {
+		stream  string
+		payload []byte
+	}{{"one", []byte("1")}, {"three", nil}, {"two", large}, {"one", []byte("3")}} {
+		if _, err := c.Publish(ctx, s.ID, m.stream, m.payload, client.PublishOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var received []string
+	for m, err := range messages {
+		if err != nil {
+			if !errors.Is(err, client.ErrSessionNotFound) {
+				t.Error(err)
+			}
+			break
+		}
+		received = append(received, fmt.Sprint(m.Stream, len(m.Payload)))
+		if len(received) == 3 {
+			if destroyed, err := c.Destroy(ctx, s.ID); err != nil || !destroyed {
+				t.Errorf("destroy: %v %v", destroyed, err)
+			}
+		}
+	}
+	if want := []string{"one1", fmt.Sprint("two", len(large)), "one1"}; !slices.Equal(received, want) {
+		t.Errorf("received %v, want %v", received, want)
+	}
+	if _, err := c.Touch(ctx, s.ID); !errors.Is(err, client.ErrSessionNotFound) {
+		t.Errorf("touch after destroy: %v", err)
+	}
+	if destroyed, err := c.Destroy(ctx, s.ID); err != nil || destroyed {
+		t.Errorf("destroy again: %v %v", destroyed, err)
+	}
+}
+
+// fake is a node that does as a test says.
+type fake struct {
+	sessiondv1.UnimplementedSessionServiceServer
+	sessiondv1.UnimplementedLockServiceServer
+	sessiondv1.UnimplementedMessageServiceServer
+
+	calls     atomic.Int64
+	read      func(call int64) error
+	release   func(call int64) error
+	subscribe func(call int64, after uint64, send func(uint64)) error
+}
+
+func (f *fake) Read(context.Context, *sessiondv1.ReadRequest) (*sessiondv1.ReadResponse, error) {
+	return &sessiondv1.ReadResponse{}, f.read(f.calls.Add(1))
+}
+
+func (f *fake) Save(context.Context, *sessiondv1.SaveRequest) (*sessiondv1.SaveResponse, error) {
+	return &sessiondv1.SaveResponse{}, f.read(f.calls.Add(1))
+}
+
+func (f *fake) Release(context.Context, *sessiondv1.ReleaseRequest) (*sessiondv1.ReleaseResponse, error) {
+	return &sessiondv1.ReleaseResponse{}, f.release(f.calls.Add(1))
+}
+
+func (f *fake) Acquire(context.Context, *sessiondv1.AcquireRequest) (*sessiondv1.AcquireResponse, error) {
+	return &sessiondv1.AcquireResponse{Grant: &sessiondv1.Grant{
+		Ttl: durationpb.New(time.Minute), Waited: durationpb.New(time.Hour),
+	}}, nil
+}
+
+func (f *fake) Subscribe(req *sessiondv1.SubscribeRequest, stream grpc.ServerStreamingServer[sessiondv1.SubscribeResponse]) error {
+	if err := stream.Send(&sessiondv1.SubscribeResponse{Position: req.GetAfterPosition()}); err != nil {
+		return err
+	}
+	return f.subscribe(f.calls.Add(1), req.GetAfterPosition(), func(position uint64) {
+		_ = stream.Send(&sessiondv1.SubscribeResponse{Position: position, Messages: []*sessiondv1.Message{{Position: position}}})
+	})
+}
+
+func (f *fake) start(t *testing.T, serving grpc_health_v1.HealthCheckResponse_ServingStatus) string {
+	t.Helper()
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	srv := grpc.NewServer()
+	sessiondv1.RegisterSessionServiceServer(srv, f)
+	sessiondv1.RegisterLockServiceServer(srv, f)
+	sessiondv1.RegisterMessageServiceServer(srv, f)
+	hs := health.NewServer()
+	hs.SetServingStatus("", serving)
+	grpc_health_v1.RegisterHealthServer(srv, hs)
+	done := make(chan error, 1)
+	go func() { done <- srv.Serve(l) }()
+	t.Cleanup(func() {
+		srv.Stop()
+		<-done
+	})
+	return l.Addr().String()
+}
+
+func newClient(t *testing.T, addresses ...string) *client.Client {
+	t.Helper()
+	c, err := client.New(addresses, client.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	return c
+}
+
+func failure(code codes.Code, reason string) error {
+	st, err := status.New(code, "what went wrong").WithDetails(
+		&errdetails.ErrorInfo{Domain: "sessiond", Reason: reason, Metadata: map[string]string{"limit": "7"}},
+		&errdetails.RetryInfo{RetryDelay: durationpb.New(time.Second)})
+	if err != nil {
+		panic(err)
+	}
+	return st.Err()
+}
+
+// C1: every reason has an error of its own, with the facts that came with it.
+func TestC1EveryReasonHasItsError(t *testing.T) {
+	f := &fake{}
+	c := newClient(t, f.start(t, grpc_health_v1.HealthCheckResponse_SERVING))
+	seen := map[error]string{}
+	for value, name := range sessiondv1.ErrorReason_name {
+		if value == 0 {
+			continue
+		}
+		reason := name[len("ERROR_REASON_"):]
+		f.read = func(int64) error { return failure(codes.Aborted, reason) }
+		_, err := c.Read(t.Context(), "x")
+		e, ok := errors.AsType[*client.Error](err)
+		if !ok || int32(e.Reason) != value || e.Metadata["limit"] != "7" || e.RetryAfter != time.Second || e.Message != "what went wrong" {
+			t.Errorf("%s: %#v", reason, err)
+			continue
+		}
+		kind := errors.Unwrap(e)
+		if other, ok := seen[kind]; ok && !errors.Is(kind, client.ErrUnavailable) {
+			t.Errorf("%s and %s are both %v", reason, other, kind)
+		}
+		if errors.Is(kind, client.ErrInternal) != (reason == "INTERNAL") {
+			t.Errorf("%s has no error of its own", reason)
+		}
+		seen[kind] = reason
+	}
+}
+
+// C1: what another node may do better is retried, and what says that the backend failed is not (L9).
+func TestC1Retries(t *testing.T) {
+	for name, c := range map[string]struct {
+		err   error
+		calls int64
+		want  error
+	}{
+		"no node":          {status.Error(codes.Unavailable, "gone"), 3, nil},
+		"shutting down":    {failure(codes.Unavailable, "SHUTTING_DOWN"), 3, nil},
+		"backend":          {failure(codes.Unavailable, "BACKEND_UNAVAILABLE"), 1, client.ErrUnavailable},
+		"missing":          {failure(codes.NotFound, "SESSION_NOT_FOUND"), 1, client.ErrSessionNotFound},
+		"without a reason": {status.Error(codes.Unknown, "?"), 1, client.ErrInternal},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := &fake{read: func(call int64) error {
+				if call < 3 {
+					return c.err
+				}
+				return nil
+			}}
+			_, err := newClient(t, f.start(t, grpc_health_v1.HealthCheckResponse_SERVING)).Read(t.Context(), "x")
+			if !errors.Is(err, c.want) || f.calls.Load() != c.calls {
+				t.Errorf("%v after %d calls, want %v after %d", err, f.calls.Load(), c.want, c.calls)
+			}
+		})
+	}
+}
+
+// C1: a save that was cut off is not retried: its outcome is unknown, and said to be.
+func TestC1OutcomeUnknown(t *testing.T) {
+	f := &fake{read: func(int64) error { return status.Error(codes.Unavailable, "connection lost") }}
+	c := newClient(t, f.start(t, grpc_health_v1.HealthCheckResponse_SERVING))
+	_, err := c.Save(t.Context(), "x", nil, client.SaveOptions{})
+	if !errors.Is(err, client.ErrOutcomeUnknown) || !errors.Is(err, client.ErrUnavailable) || f.calls.Load() != 1 {
+		t.Errorf("%v after %d calls", err, f.calls.Load())
+	}
+}
+
+// L7: a release whose answer was lost, found not held by the next try, has succeeded.
+func TestL7ReleaseAfterALostAnswer(t *testing.T) {
+	f := &fake{release: func(call int64) error {
+		if call == 1 {
+			return status.Error(codes.Unavailable, "connection lost")
+		}
+		return failure(codes.FailedPrecondition, "LOCK_NOT_HELD")
+	}}
+	c := newClient(t, f.start(t, grpc_health_v1.HealthCheckResponse_SERVING))
+	if err := c.Release(t.Context(), client.Grant{}); err != nil {
+		t.Error(err)
+	}
+	if err := c.Release(t.Context(), client.Grant{}); !errors.Is(err, client.ErrLockNotHeld) {
+		t.Errorf("a release of what is not held: %v", err)
+	}
+}
+
+// L4: the holder's clock starts when the node answered, not when the request was sent: a long wait does not eat the TTL.
+func TestL4DeadlineAfterAWait(t *testing.T) {
+	f := &fake{}
+	g, err := newClient(t, f.start(t, grpc_health_v1.HealthCheckResponse_SERVING)).Acquire(t.Context(), "x", client.AcquireOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if left := time.Until(g.Deadline); left < time.Hour || left > time.Hour+time.Minute {
+		t.Errorf("%s left of the TTL", left)
+	}
+}
+
+// C1: a dead node and one that is not healthy get no calls.
+func TestC1Failover(t *testing.T) {
+	dead, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := dead.Close(); err != nil {
+		t.Fatal(err)
+	}
+	ok := func(int64) error { return nil }
+	good, sick := &fake{read: ok}, &fake{read: ok}
+	c := newClient(t, dead.Addr().String(), sick.start(t, grpc_health_v1.HealthCheckResponse_NOT_SERVING),
+		good.start(t, grpc_health_v1.HealthCheckResponse_SERVING))
+	for range 50 {
+		if _, err := c.Read(t.Context(), "x"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if sick.calls.Load() != 0 || good.calls.Load() != 50 {
+		t.Errorf("%d calls to the sick node, %d to the good one", sick.calls.Load(), good.calls.Load())
+	}
+	if err := c.Ready(t.Context()); err != nil {
+		t.Errorf("ready: %v", err)
+	}
+}
+
+func TestC1NobodyThere(t *testing.T) {
+	f := &fake{}
+	c := newClient(t, f.start(t, grpc_health_v1.HealthCheckResponse_NOT_SERVING))
+	if err := c.Ready(t.Context()); !errors.Is(err, client.ErrUnavailable) {
+		t.Errorf("ready: %v", err)
+	}
+	if _, err := c.Read(t.Context(), "x"); !errors.Is(err, client.ErrUnavailable) {
+		t.Errorf("read: %v", err)
+	}
+}
+
+// M2: a subscription whose connection breaks goes on after the last position, each message once.
+func TestM2SubscriptionGoesOnAfterABreak(t *testing.T) {
+	f := &fake{subscribe: func(call int64, after uint64, send func(uint64)) error {
+		if call == 4 {
+			return failure(codes.NotFound, "SESSION_NOT_FOUND")
+		}
+		for position := max(after, 1); position <= after+2; position++ { // the first is one that came before
+			send(position)
+		}
+		if call%2 == 0 {
+			return nil
+		}
+		return status.Error(codes.Unavailable, "connection lost")
+	}}
+	messages, err := newClient(t, f.start(t, grpc_health_v1.HealthCheckResponse_SERVING)).Subscribe(t.Context(), "x", 0, "s")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var positions []uint64
+	for m, err := range messages {
+		if err != nil {
+			if !errors.Is(err, client.ErrSessionNotFound) {
+				t.Error(err)
+			}
+			break
+		}
+		positions = append(positions, m.Position)
+	}
+	if want := []uint64{1, 2, 3, 4, 5, 6}; !slices.Equal(positions, want) {
+		t.Errorf("positions %v, want %v", positions, want)
+	}
+}
+
+func TestNewRefusesBadAddresses(t *testing.T) {
+	for _, addresses := range [][]string{nil, {""}, {"localhost"}, {"127.0.0.1:1", "x"}} {
+		if c, err := client.New(addresses, client.Options{}); err == nil {
+			_ = c.Close()
+			t.Errorf("%q accepted", addresses)
+		}
+	}
+}
