@@ -7,6 +7,7 @@ import (
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/grpc/metadata"
 )
 
 const (
@@ -32,6 +33,7 @@ type hub struct {
 type waiter struct {
 	session string // escaped
 	own     string
+	record  string // key of the session
 	wake    chan struct{}
 
 	// Under the hub's lock. While the entry before is not known, what goes is kept with the revision at which it went.
@@ -50,7 +52,13 @@ func newHub(k keys, released func(string, int64)) *hub {
 }
 
 func (h *hub) addWaiter(sessionID, own string) *waiter {
-	w := &waiter{session: escaper.Replace(sessionID), own: own, wake: make(chan struct{}, 1), gone: map[string]int64{}}
+	w := &waiter{
+		session: escaper.Replace(sessionID),
+		own:     own,
+		record:  h.keys.session(sessionID),
+		wake:    make(chan struct{}, 1),
+		gone:    map[string]int64{},
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	add(h.waiters, w.session, w)
@@ -85,15 +93,15 @@ func (h *hub) set(w *waiter, before string, revision int64) {
 	w.known = true
 	w.before = before
 	for key, rev := range w.gone {
-		if rev > revision && w.concerns(key, h.keys) {
+		if rev > revision && w.concerns(key) {
 			w.signal()
 		}
 	}
 	w.gone = nil
 }
 
-func (w *waiter) concerns(key string, k keys) bool {
-	return key == w.before || key == w.own || key == k.prefix+"s/"+w.session
+func (w *waiter) concerns(key string) bool {
+	return key == w.before || key == w.own || key == w.record
 }
 
 func (w *waiter) signal() {
@@ -131,7 +139,7 @@ func (h *hub) onDelete(ev *clientv3.Event) {
 	for w := range h.waiters[sessionID] {
 		if !w.known {
 			w.gone[key] = revision
-		} else if w.concerns(key, h.keys) {
+		} else if w.concerns(key) {
 			w.signal()
 		}
 	}
@@ -205,7 +213,9 @@ func (s *Store) watch(ctx context.Context, prefix string, handle func(*clientv3.
 }
 
 func (s *Store) watchOnce(ctx context.Context, prefix string, handle func(*clientv3.Event), watcher clientv3.Watcher, filter clientv3.OpOption) error {
-	ctx, cancel := context.WithCancel(clientv3.WithRequireLeader(ctx))
+	// The client puts watches with the same metadata on one stream; large messages are not to hold up releases.
+	ctx = metadata.AppendToOutgoingContext(clientv3.WithRequireLeader(ctx), "sessiond-watch", prefix)
+	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	open := false
 	defer func() {

@@ -3,7 +3,6 @@ package etcdstore
 import (
 	"context"
 	"errors"
-	"slices"
 	"sync"
 	"time"
 
@@ -142,6 +141,7 @@ type place struct {
 	waiter *waiter
 
 	value   string // what this call wrote as the entry's value; empty: nothing yet
+	unsure  bool   // whether it wrote it
 	created int64
 	lease   clientv3.LeaseID
 	ttl     time.Duration // the lease's
@@ -193,18 +193,20 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 		[]clientv3.Op{
 			clientv3.OpPut(p.key, mine, clientv3.WithLease(l.id)),
 			s.readSession(r.Session, r.Read),
-			// The youngest entry is the one just made, the one after it in this order is the one before it in the queue.
-			clientv3.OpGet(s.keys.locks(r.Session), clientv3.WithPrefix(), clientv3.WithLimit(2),
-				clientv3.WithSort(clientv3.SortByCreateRevision, clientv3.SortDescend)),
-			s.firstEntry(r.Session),
+			// Who is before it in a queue is read afterwards: etcd sorts a queue by reading the whole of it, and within a
+			// write that would hold up everybody else's.
+			clientv3.OpGet(s.keys.locks(r.Session), clientv3.WithPrefix(), clientv3.WithCountOnly()),
 		},
 		[]clientv3.Op{
 			s.readSession(r.Session, false),
 			clientv3.OpGet(p.key),
 			s.firstEntry(r.Session),
 		})
-	if err != nil {
-		return v, errors.Is(err, rpctypes.ErrLeaseNotFound), notLeaseGone(err)
+	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
+		return v, true, nil
+	}
+	if p.unsure = err != nil; p.unsure {
+		return v, false, err
 	}
 
 	if !resp.Succeeded {
@@ -223,25 +225,18 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 		return v, false, err
 	}
 
-	sess, last, first := resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange(), resp.Responses[3].GetResponseRange()
-	own := last.Kvs[:1]
-	p.created, p.lease, p.ttl, p.until = own[0].CreateRevision, l.id, l.leaseTTL, l.until
+	p.created, p.lease, p.ttl, p.until = resp.Header.Revision, l.id, l.leaseTTL, l.until
 	s.pool.hold(p.key, p.created, l)
-	before := ""
-	if len(last.Kvs) > 1 {
-		before = string(last.Kvs[1].Key)
+	sess, queue := resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
+	if queue.Count > 1 {
+		v, err = p.look(ctx)
+		return v, false, err
 	}
-	s.hub.set(p.waiter, before, resp.Header.Revision)
-	v, err = s.view(ctx, r, resp.Header.Revision, sess.Kvs, own, first.Kvs, first.Count)
+	alone := []*mvccpb.KeyValue{{Key: []byte(p.key), Value: []byte(mine), CreateRevision: p.created}}
+	s.hub.set(p.waiter, "", resp.Header.Revision)
+	v, err = s.view(ctx, r, resp.Header.Revision, sess.Kvs, alone, alone, 1)
 	v.Until = p.until
 	return v, false, err
-}
-
-func notLeaseGone(err error) error {
-	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
-		return nil
-	}
-	return err
 }
 
 // takeOver makes the entry that an earlier call of the same request made this call's own, in its place and with its
@@ -305,7 +300,7 @@ func (p *place) Check(ctx context.Context) (lock.View, error) {
 }
 
 func (p *place) check(ctx context.Context) (lock.View, error) {
-	s, r := p.s, p.r
+	s := p.s
 	s.checks.Add(1)
 	s.hub.unset(p.waiter)
 	now := time.Now()
@@ -317,6 +312,12 @@ func (p *place) check(ctx context.Context) (lock.View, error) {
 	case !errors.Is(err, rpctypes.ErrLeaseNotFound):
 		return lock.View{}, err
 	}
+	return p.look(ctx)
+}
+
+// look shows the queue around the entry. The hub must have been told to keep what goes meanwhile.
+func (p *place) look(ctx context.Context) (lock.View, error) {
+	s, r := p.s, p.r
 	resp, err := s.txn(ctx, nil, []clientv3.Op{
 		s.readSession(r.Session, r.Read),
 		clientv3.OpGet(p.key),
@@ -345,6 +346,9 @@ func (p *place) Leave(ctx context.Context) {
 		return
 	}
 	l := leftover{key: p.key, value: p.value, until: time.Now().Add(lockLeaseTTL(p.r.TTL))}
+	if p.unsure {
+		l.unsure = time.Now().Add(2 * opTimeout)
+	}
 	p.value = ""
 	if p.s.isDown() {
 		p.s.left.add(l)
@@ -352,25 +356,26 @@ func (p *place) Leave(ctx context.Context) {
 	}
 	ctx, cancel := context.WithTimeout(clientv3.WithRequireLeader(context.WithoutCancel(ctx)), leaveTimeout)
 	defer cancel()
-	if err := p.s.removeEntry(ctx, l); err != nil {
+	if removed, err := p.s.removeEntry(ctx, l); err != nil || (p.unsure && !removed) {
 		p.s.left.add(l)
 	}
 }
 
 // removeEntry removes an entry if it still is as the call that gives it up wrote it.
-func (s *Store) removeEntry(ctx context.Context, l leftover) error {
+func (s *Store) removeEntry(ctx context.Context, l leftover) (bool, error) {
 	resp, err := s.txn(ctx,
 		[]clientv3.Cmp{clientv3.Compare(clientv3.Value(l.key), "=", l.value)},
 		[]clientv3.Op{clientv3.OpDelete(l.key)},
 		nil)
-	if err == nil && resp.Succeeded {
-		s.pool.released(l.key, resp.Header.Revision)
+	if err != nil || !resp.Succeeded {
+		return false, err
 	}
-	return err
+	s.pool.released(l.key, resp.Header.Revision)
+	return true, nil
 }
 
-// leftovers are entries given up while etcd could not be reached. Left alone, they would hold their locks until their
-// TTL ends.
+// leftovers are entries given up while etcd could not be reached, or whose making was cut off and may still be under way.
+// Left alone, they would hold their locks until their TTL ends.
 type leftovers struct {
 	mu   sync.Mutex
 	list []leftover
@@ -379,7 +384,8 @@ type leftovers struct {
 
 type leftover struct {
 	key, value string
-	until      time.Time
+	until      time.Time // when the entry ends by itself
+	unsure     time.Time // until when it may still be made
 }
 
 func newLeftovers() *leftovers { return &leftovers{kick: make(chan struct{}, 1)} }
@@ -428,15 +434,23 @@ func (s *Store) removeLeftovers(ctx context.Context) int {
 	ctx, cancel := s.op(ctx)
 	defer cancel()
 	now := time.Now()
-	list = slices.DeleteFunc(list, func(l leftover) bool { return now.After(l.until) })
-	for i, l := range list {
-		if s.removeEntry(ctx, l) != nil {
-			list = list[i:]
-			s.left.mu.Lock()
-			defer s.left.mu.Unlock()
-			s.left.list = append(s.left.list, list...)
-			return len(s.left.list)
+	var keep []leftover
+	for _, l := range list {
+		if now.After(l.until) {
+			continue
+		}
+		// Look first: a refused removal costs a commit.
+		resp, err := s.kv.Get(ctx, l.key)
+		there := err == nil && len(resp.Kvs) > 0 && string(resp.Kvs[0].Value) == l.value
+		if there {
+			_, err = s.removeEntry(ctx, l)
+		}
+		if err != nil || (!there && now.Before(l.unsure)) {
+			keep = append(keep, l)
 		}
 	}
-	return 0
+	s.left.mu.Lock()
+	defer s.left.mu.Unlock()
+	s.left.list = append(s.left.list, keep...)
+	return len(s.left.list)
 }

@@ -13,6 +13,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/sessiond/sessiond/sessiond/internal/session"
@@ -143,11 +144,32 @@ type Service struct {
 	store      Store
 	maxWaiters int
 	drain      <-chan struct{}
+
+	mu      sync.Mutex
+	waiting map[string]int // callers on this node, by session
 }
 
 // NewService makes a Service. At most maxWaiters wait for one lock; when drain is closed, those who wait are told.
 func NewService(store Store, maxWaiters int, drain <-chan struct{}) *Service {
-	return &Service{store: store, maxWaiters: maxWaiters, drain: drain}
+	return &Service{store: store, maxWaiters: maxWaiters, drain: drain, waiting: map[string]int{}}
+}
+
+// enter counts a caller in, unless this node alone has as many for the lock as may wait: those are refused without a
+// write. It returns what counts the caller out.
+func (s *Service) enter(sessionID string) (func(), error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.waiting[sessionID] > s.maxWaiters {
+		return nil, &TooManyWaitersError{Limit: s.maxWaiters}
+	}
+	s.waiting[sessionID]++
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.waiting[sessionID]--; s.waiting[sessionID] == 0 {
+			delete(s.waiting, sessionID)
+		}
+	}, nil
 }
 
 // Acquire waits until the caller holds the lock or the timeout passes.
@@ -160,6 +182,11 @@ func (s *Service) Acquire(ctx context.Context, r Request) (Grant, error) {
 		}
 		return grant, err
 	}
+	leave, err := s.enter(r.Session)
+	if err != nil {
+		return Grant{}, err
+	}
+	defer leave()
 	timeout := time.NewTimer(r.Timeout)
 	defer timeout.Stop()
 
