@@ -126,8 +126,15 @@ func parse(args []string, getenv func(string) string) (*options, error) {
 	} else if o.cfg.DataDir == "" {
 		o.cfg.DataDir = defaultDataDir
 	}
+	// What is zero or empty would stand for the default.
 	if o.cfg.MaxSessionBytes == 0 || o.cfg.MaxWaiters == 0 {
 		return o, errors.New("limits must be at least 1")
+	}
+	if o.cfg.Grace == 0 {
+		return o, errors.New("--grace: must be more than 0")
+	}
+	if o.cfg.Listen == "" || o.cfg.Prefix == "" {
+		return o, errors.New("--listen and --prefix: must not be empty")
 	}
 	if o.format != "text" && o.format != "json" {
 		return o, fmt.Errorf("--log-format %q: must be text or json", o.format)

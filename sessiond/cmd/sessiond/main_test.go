@@ -38,6 +38,8 @@ func TestUsageErrors(t *testing.T) {
 		{"zero", []string{"--max-session-bytes", "0"}, nil, "limits must be at least 1"},
 		{"too much", []string{"--max-session-bytes", "4194305"}, nil, "must be 1 to 4194304"},
 		{"grace", []string{"--grace", "10"}, nil, "--grace: must be a duration, like 10s"},
+		{"no grace", []string{"--grace", "0s"}, nil, "--grace: must be more than 0"},
+		{"empty", []string{"--prefix", ""}, nil, "must not be empty"},
 		{"listen", []string{"--listen", "7400"}, nil, `"7400" is not host:port or unix:/path`},
 		{"both", []string{"--data-dir", "d", "--etcd-endpoints", "a:1"}, nil, "exactly one of"},
 		{"endpoint", []string{"--etcd-endpoints", "a:1,b"}, nil, `"b" is not host:port`},
