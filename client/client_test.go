@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"slices"
@@ -33,7 +32,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 func startNode(t *testing.T) *client.Client {
 	t.Helper()
 	node, err := sessiond.New(t.Context(), sessiond.Config{
-		DataDir: t.TempDir(), Listen: "127.0.0.1:0", Logger: slog.New(slog.NewTextHandler(io.Discard, nil)),
+		DataDir: t.TempDir(), Listen: "127.0.0.1:0", Logger: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -113,6 +112,19 @@ func TestC1AgainstANode(t *testing.T) {
 	}
 	if err := c.Release(ctx, g); !errors.Is(err, client.ErrLockNotHeld) {
 		t.Errorf("second release: %v", err)
+	}
+
+	// L4: a waiter's clock starts with its grant, not with its request.
+	first, err := c.Acquire(ctx, s.ID, client.AcquireOptions{TTL: time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	second, err := c.Acquire(ctx, s.ID, client.AcquireOptions{TTL: time.Second}) // after the first one's TTL
+	if err != nil || second.FencingToken <= first.FencingToken || time.Until(second.Deadline) < 900*time.Millisecond {
+		t.Errorf("after the first holder's TTL: %+v %v", second, err)
+	}
+	if err := c.Release(ctx, second); err != nil {
+		t.Error(err)
 	}
 
 	err = c.WithLock(ctx, s.ID, client.AcquireOptions{}, func(_ context.Context, data []byte) ([]byte, error) { return append(data, 'f'), nil })
@@ -225,7 +237,9 @@ func (f *fake) start(t *testing.T, serving grpc_health_v1.HealthCheckResponse_Se
 	go func() { done <- srv.Serve(l) }()
 	t.Cleanup(func() {
 		srv.Stop()
-		<-done
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
 	})
 	return l.Addr().String()
 }

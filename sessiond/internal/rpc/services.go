@@ -81,6 +81,7 @@ type lockService struct {
 }
 
 func (s *lockService) Acquire(ctx context.Context, r *sessiondv1.AcquireRequest) (*sessiondv1.AcquireResponse, error) {
+	received := time.Now()
 	req, err := checkAcquire(r)
 	if err != nil {
 		return nil, err
@@ -89,10 +90,11 @@ func (s *lockService) Acquire(ctx context.Context, r *sessiondv1.AcquireRequest)
 	if err != nil {
 		return nil, err
 	}
-	return &sessiondv1.AcquireResponse{Grant: toGrant(grant), Session: toSession(grant.Data), Position: grant.Position}, nil
+	return &sessiondv1.AcquireResponse{Grant: toGrant(grant, received), Session: toSession(grant.Data), Position: grant.Position}, nil
 }
 
 func (s *lockService) TryAcquire(ctx context.Context, r *sessiondv1.TryAcquireRequest) (*sessiondv1.TryAcquireResponse, error) {
+	received := time.Now()
 	req, err := checkTryAcquire(r)
 	if err != nil {
 		return nil, err
@@ -106,7 +108,7 @@ func (s *lockService) TryAcquire(ctx context.Context, r *sessiondv1.TryAcquireRe
 	}
 	return &sessiondv1.TryAcquireResponse{
 		Acquired: true,
-		Grant:    toGrant(grant),
+		Grant:    toGrant(grant, received),
 		Session:  toSession(grant.Data),
 		Position: grant.Position,
 	}, nil
@@ -176,11 +178,12 @@ func toSession(s *session.Session) *sessiondv1.Session {
 	}
 }
 
-func toGrant(g lock.Grant) *sessiondv1.Grant {
+func toGrant(g lock.Grant, received time.Time) *sessiondv1.Grant {
 	return &sessiondv1.Grant{
 		SessionId:    g.Session,
 		RequestId:    g.Request,
 		FencingToken: g.Token,
 		Ttl:          durationpb.New(max(time.Until(g.Until), 0)),
+		Waited:       durationpb.New(time.Since(received)),
 	}
 }
