@@ -24,7 +24,9 @@ func TestClusterWithoutLock(t *testing.T) {
 	t.Run("turns", func(t *testing.T) { testTurns(t, c) })
 	t.Run("answers", func(t *testing.T) { testAnswers(t, c) })
 	t.Run("delete while running", func(t *testing.T) { testDeleteWhileRunning(t, c) })
+	t.Run("rolling restart", func(t *testing.T) { testRollingRestart(t, c) })
 	testCasualties(t, c)
+	testOutages(t, c)
 }
 
 func TestClusterWithLock(t *testing.T) {
@@ -34,7 +36,10 @@ func TestClusterWithLock(t *testing.T) {
 	t.Run("answers", func(t *testing.T) { testAnswers(t, c) })
 	t.Run("order", func(t *testing.T) { testOrder(t, c) })
 	t.Run("delete while running", func(t *testing.T) { testDeleteWhileRunning(t, c) })
+	t.Run("holder killed", func(t *testing.T) { testHolderKilled(t, c) })
+	t.Run("rolling restart", func(t *testing.T) { testRollingRestart(t, c) })
 	testCasualties(t, c)
+	testOutages(t, c)
 }
 
 func TestClusterWithJSON(t *testing.T) {
@@ -134,31 +139,17 @@ type survivor struct {
 	total int
 }
 
-// goOn adds to the counter n times and asks a question in between. Calls may fail for as long as tolerance; whether such a
+// goOn adds to the counter n times and asks questions in between. Calls may fail for as long as tolerance; whether such a
 // call had its effect is unknown, but what was acknowledged must be there.
 func (s *survivor) goOn(ctx context.Context, n int, tolerance time.Duration) error {
 	for i := range n {
-		unknown := 0
-		err := s.try(ctx, tolerance, func() error {
-			unknown++
-			text, err := s.call("counter_add", map[string]any{"by": 1})
-			if err != nil {
-				return err
-			}
-			total, err := strconv.Atoi(text)
-			if err != nil || total <= s.total || total > s.total+unknown {
-				return sessiondtest.Final(fmt.Errorf("total %q after %d and %d tries", text, s.total, unknown))
-			}
-			s.total = total
-			return nil
-		})
-		if err != nil {
+		if err := s.add(ctx, tolerance); err != nil {
 			return fmt.Errorf("call %d: %w", i+1, err)
 		}
 		if i%3 != 0 {
 			continue
 		}
-		err = s.try(ctx, tolerance, func() error {
+		err := s.try(ctx, tolerance, func() error {
 			_, err := s.call("ask", map[string]any{"questions": 2})
 			return err
 		})
@@ -167,6 +158,24 @@ func (s *survivor) goOn(ctx context.Context, n int, tolerance time.Duration) err
 		}
 	}
 	return nil
+}
+
+// add adds one to the counter, trying again for as long as tolerance.
+func (s *survivor) add(ctx context.Context, tolerance time.Duration) error {
+	tries := 0
+	return s.try(ctx, tolerance, func() error {
+		tries++
+		text, err := s.call("counter_add", map[string]any{"by": 1})
+		if err != nil {
+			return err
+		}
+		total, err := strconv.Atoi(text)
+		if err != nil || total <= s.total || total > s.total+tries {
+			return sessiondtest.Final(fmt.Errorf("total %q after %d and %d tries", text, s.total, tries))
+		}
+		s.total = total
+		return nil
+	})
 }
 
 func (s *survivor) try(ctx context.Context, tolerance time.Duration, f func() error) error {

@@ -24,10 +24,12 @@ type rawSession struct {
 	url, id string
 }
 
+const initializeMessage = `{"jsonrpc":"2.0","id":0,"method":"initialize","params":{"protocolVersion":"2025-11-25","capabilities":{},"clientInfo":{"name":"raw","version":"1"}}}`
+
 func openRaw(t *testing.T, url string) rawSession {
 	t.Helper()
 	s := rawSession{url: url}
-	resp := s.send(t.Context(), t, http.MethodPost, `{"jsonrpc":"2.0","id":0,"method":"initialize","params":{"protocolVersion":"2025-11-25","capabilities":{},"clientInfo":{"name":"raw","version":"1"}}}`)
+	resp := s.send(t.Context(), t, http.MethodPost, initializeMessage)
 	defer func() { _ = resp.Body.Close() }()
 	body, err := io.ReadAll(resp.Body)
 	if err != nil {
@@ -108,6 +110,30 @@ func (s rawSession) call(t *testing.T, id, tool, args string) string {
 		return ""
 	}
 	return answers[0].Result.Content[0].Text
+}
+
+// try calls a tool and gives the text of its result, or why there is none. A status other than 502 and 503, or an answer
+// that is not that call's, fails the test.
+func (s rawSession) try(t *testing.T, tool string, args map[string]any) (string, error) {
+	t.Helper()
+	arguments, err := json.Marshal(args)
+	if err != nil {
+		t.Fatal(err)
+	}
+	status, body := s.post(t, callMessage("1", tool, string(arguments)))
+	switch status {
+	case http.StatusBadGateway, http.StatusServiceUnavailable:
+		return "", fmt.Errorf("%d %s", status, body)
+	case http.StatusOK:
+	default:
+		t.Errorf("%s: %d %s", tool, status, body)
+		return "", sessiondtest.Final(fmt.Errorf("status %d", status))
+	}
+	answers := rpcMessages(t, body)
+	if len(answers) != 1 || len(answers[0].Result.Content) != 1 {
+		return "", sessiondtest.Final(fmt.Errorf("%s brought %s", tool, body))
+	}
+	return answers[0].Result.Content[0].Text, nil
 }
 
 // rpcMessages takes the messages out of a response, be it JSON or a stream of events.

@@ -3,6 +3,8 @@
 package e2e
 
 import (
+	"context"
+	"io"
 	"net/http"
 	"strconv"
 	"strings"
@@ -62,6 +64,35 @@ func TestTerminatedProgramsEndWell(t *testing.T) {
 		if state, _ := s.Exit(); state.ExitCode() != 0 {
 			t.Errorf("%s after SIGTERM: %s", s.Name(), state)
 		}
+	}
+}
+
+// A front-end that is told to stop lets a running call finish, and its answer arrives (F20).
+func TestTerminatedFrontEndAnswersWhatRuns(t *testing.T) {
+	for _, args := range [][]string{nil, {"--lock"}, {"--json"}} {
+		t.Run(strings.Join(args, " "), func(t *testing.T) {
+			s := startSingle(t, args...)
+			raw := openRaw(t, mcpURL(s.Addr))
+			running := raw.send(within(t, patience), t, http.MethodPost,
+				`{"jsonrpc":"2.0","id":"slow","method":"tools/call","params":{"name":"slow","arguments":{"seconds":2.5},"_meta":{"progressToken":"p"}}}`)
+			defer func() { _ = running.Body.Close() }()
+			first := make([]byte, 1)
+			if _, err := running.Body.Read(first); err != nil {
+				t.Fatal(err)
+			}
+			stopped := make(chan error, 1)
+			go func() { stopped <- s.Terminate(context.WithoutCancel(t.Context())) }()
+			rest, err := io.ReadAll(running.Body)
+			if err != nil || !strings.Contains(string(rest), `"took`) {
+				t.Errorf("the running call brought %s, %v", rest, err)
+			}
+			if err := <-stopped; err != nil {
+				t.Error(err)
+			}
+			if state, _ := s.Exit(); state.ExitCode() != 0 {
+				t.Errorf("after SIGTERM: %s", state)
+			}
+		})
 	}
 }
 

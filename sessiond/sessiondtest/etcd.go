@@ -115,7 +115,9 @@ func (e *Etcd) Leader(ctx context.Context) (int, error) {
 		if !m.Running() {
 			continue
 		}
-		id, leads, err := status(ctx, m.Addr)
+		one, cancel := context.WithTimeout(ctx, probeTimeout) // a paused member does not answer
+		id, leads, err := status(one, m.Addr)
+		cancel()
 		if err != nil {
 			errs = append(errs, err)
 			continue
