@@ -11,6 +11,9 @@ import (
 	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
 )
 
+// MaxMessageTTL is the longest that a message can be kept.
+const MaxMessageTTL = 24 * time.Hour
+
 // Message is a message of a session's stream.
 type Message struct {
 	// Stream is the stream's name.

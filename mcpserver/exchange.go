@@ -86,8 +86,9 @@ type ask struct {
 // so its answer shows that they are dealt with. Our middleware answers it, no other sees it.
 const markerID = 0
 
-// newExchange feeds messages to a new session of the SDK. The context's values reach the handlers.
-func (h *Handler) newExchange(ctx context.Context, server *mcp.Server, r *http.Request, sess *session, state *mcp.ServerSessionState, id string, messages []*message) (*exchange, error) {
+// newExchange prepares an exchange for the messages, which have at least one request or notification. The context's values
+// reach the handlers. What else is to be set must be before start.
+func (h *Handler) newExchange(ctx context.Context, r *http.Request, sess *session, id string, messages []*message) *exchange {
 	x := &exchange{
 		h:        h,
 		session:  sess,
@@ -122,14 +123,17 @@ func (h *Handler) newExchange(ctx context.Context, server *mcp.Server, r *http.R
 	x.conn = newConn(id, first, func(ctx context.Context, m jsonrpc.Message) error {
 		return x.post(func() { x.written(ctx, m) })
 	})
-	x.armLockTimer()
-	var err error
+	return x
+}
+
+// start feeds the messages to a new session of the SDK. run must follow.
+func (x *exchange) start(server *mcp.Server, state *mcp.ServerSessionState) (err error) {
 	if x.sdk, err = server.Connect(x.ctx, x.conn, &mcp.ServerSessionOptions{State: state}); err != nil {
 		x.stop()
-		x.stopLockTimer()
-		return nil, fmt.Errorf("connect to the SDK's server: %w", err)
+		return fmt.Errorf("connect to the SDK's server: %w", err)
 	}
-	return x, nil
+	x.armLockTimer()
+	return nil
 }
 
 func surrogateID(n int) jsonrpc.ID {
@@ -404,7 +408,8 @@ func (x *exchange) notice(ctx context.Context, m *jsonrpc.Request) {
 	if x.session == nil || m.Method == "notifications/progress" {
 		return
 	}
-	if _, err := x.h.opts.Messages.Publish(x.ctx, x.session.id, standaloneStream, data, client.PublishOptions{TTL: x.h.opts.SessionTTL}); err != nil {
+	ttl := min(x.h.opts.SessionTTL, client.MaxMessageTTL)
+	if _, err := x.h.opts.Messages.Publish(x.ctx, x.session.id, standaloneStream, data, client.PublishOptions{TTL: ttl}); err != nil {
 		x.h.log.WarnContext(x.ctx, "notification not kept for the standalone stream", slog.String("method", m.Method), slog.Any("error", err))
 	}
 }

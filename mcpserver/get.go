@@ -141,8 +141,8 @@ func (s *standalone) serve(ctx context.Context, incoming <-chan client.Message, 
 		case <-ctx.Done():
 			return
 		case <-s.h.draining:
-			_, _ = s.w.Write([]byte("retry: 100\n\n"))
-			_ = s.rc.Flush()
+			// Come back at once: the balancer knows another replica.
+			_ = writeOut(s.w, s.rc, []byte("retry: 100\n\n"))
 			return
 		case err := <-gone:
 			if !errors.Is(err, client.ErrSessionNotFound) && ctx.Err() == nil {
@@ -185,11 +185,9 @@ func (s *standalone) superseded(m client.Message, takeover uint64) bool {
 }
 
 func (s *standalone) event(data []byte) bool {
-	err := writeEvent(s.w, data)
-	return errors.Join(err, s.rc.Flush()) == nil
+	return writeEvent(s.w, s.rc, data) == nil
 }
 
 func (s *standalone) comment() bool {
-	_, err := s.w.Write([]byte(": keep-alive\n\n"))
-	return errors.Join(err, s.rc.Flush()) == nil
+	return writeComment(s.w, s.rc) == nil
 }

@@ -351,3 +351,10 @@ func (m *memory) untilTrimmed(t *testing.T, id string) {
 		}
 	}
 }
+
+// now is the number of commits so far.
+func (m *memory) now() uint64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.position
+}

@@ -187,14 +187,14 @@ func (h *Handler) serveInitialize(w http.ResponseWriter, r *http.Request, server
 		fields: map[string]json.RawMessage{}, values: map[string]json.RawMessage{},
 	}}
 	// Not cancelled by a disconnect (F15): the handshake era's requests run on.
-	x, err := h.newExchange(context.WithoutCancel(r.Context()), server, r, nil, nil, id, in.messages)
-	if err != nil {
-		return err
-	}
+	x := h.newExchange(context.WithoutCancel(r.Context()), r, nil, id, in.messages)
 	x.draft = sess
 	x.reply = newReply(w, in.streamOK, in.jsonOK, !h.opts.JSON)
 	x.reply.held = true
 	x.ending = func(ctx context.Context) error { return h.createSession(ctx, w, m, x, user) }
+	if err := x.start(server, nil); err != nil {
+		return err
+	}
 	x.run()
 	return nil
 }
@@ -240,20 +240,45 @@ func (h *Handler) serveSession(w http.ResponseWriter, r *http.Request, server *m
 	if err != nil {
 		return err
 	}
-	x, accepted, err := h.begins(ctx, r, server, in, sess)
+	rest, err := h.passOn(ctx, sess, in)
+	if err == nil && len(rest) == 0 {
+		err = sess.save(ctx, true)
+	}
 	if err != nil {
 		sess.release(ctx)
 		return err
 	}
-	if accepted {
+	if len(rest) == 0 {
 		w.WriteHeader(statusAccepted)
-		if x != nil {
-			// What the notification sets off runs on after the 202.
-			h.running.Go(x.run)
-		}
 		return nil
 	}
-	x.reply = newReply(w, in.streamOK, in.jsonOK, !h.opts.JSON)
+	x := h.newExchange(ctx, r, sess, id, rest)
+	x.batch = in.batch
+	if len(x.order) > 0 {
+		x.reply = newReply(w, in.streamOK, in.jsonOK, !h.opts.JSON)
+	}
+	// The SDK takes the notification in the state before it, or it would be one too many.
+	state, err := sess.rec.state()
+	if err == nil {
+		markInitialized(sess, rest)
+		if x.reply == nil {
+			// The 202 says that its effect is there for the next request to see.
+			err = sess.save(ctx, false)
+		}
+	}
+	if err == nil {
+		err = x.start(server, state)
+	}
+	if err != nil {
+		sess.release(ctx)
+		return err
+	}
+	if x.reply == nil {
+		w.WriteHeader(statusAccepted)
+		// What the notification sets off runs on after the 202.
+		h.running.Go(x.run)
+		return nil
+	}
 	x.run()
 	return nil
 }
@@ -263,18 +288,15 @@ func needsLock(m *message) bool {
 	return !m.isResponse() && m.method != methodPing && m.method != notifyCancelled
 }
 
-// begins passes on the answers and cancellations among the messages, makes durable what notifications mean for the
-// session, and starts the rest. accepted: there is no call to answer. A nil exchange: there is nothing to run.
-func (h *Handler) begins(ctx context.Context, r *http.Request, server *mcp.Server, in *incoming, sess *session) (x *exchange, accepted bool, err error) {
+// passOn hands on the answers and cancellations among the messages, and returns the rest.
+func (h *Handler) passOn(ctx context.Context, sess *session, in *incoming) (rest []*message, err error) {
 	revision := in.revision
 	if revision == "" {
 		revision = sess.rec.revision()
 	}
 	if in.batch && revision != assumedRevision {
-		return nil, false, errBadRequest("batches belong to revision %s, this session has %s", assumedRevision, revision)
+		return nil, errBadRequest("batches belong to revision %s, this session has %s", assumedRevision, revision)
 	}
-	var rest []*message
-	calls, initialized := false, false
 	for _, m := range in.messages {
 		switch {
 		case m.isResponse():
@@ -283,38 +305,15 @@ func (h *Handler) begins(ctx context.Context, r *http.Request, server *mcp.Serve
 			err = h.publishCancel(ctx, sess, m)
 		default:
 			rest = append(rest, m)
-			calls = calls || m.isCall()
-			initialized = initialized || m.method == notifyInitialized
 		}
 		if err != nil {
-			return nil, false, err
+			return nil, err
 		}
 	}
-	if len(rest) == 0 {
-		return nil, true, sess.save(ctx, true)
-	}
-	// The SDK takes the notification in the state before it, or it would be one too many.
-	state, err := sess.rec.state()
-	if err != nil {
-		return nil, false, err
-	}
-	if initialized {
-		markInitialized(sess, rest)
-	}
-	if !calls {
-		// The 202 says that its effect is there for the next request to see.
-		if err := sess.save(ctx, false); err != nil {
-			return nil, false, err
-		}
-	}
-	x, err = h.newExchange(ctx, server, r, sess, state, sess.id, rest)
-	if err != nil {
-		return nil, false, err
-	}
-	x.batch = in.batch
-	return x, !calls, nil
+	return rest, nil
 }
 
+// markInitialized puts notifications/initialized, if it is among the messages, into the record.
 func markInitialized(sess *session, messages []*message) {
 	if _, ok := sess.rec.fields[fieldInitialized]; ok {
 		return
@@ -338,9 +337,7 @@ func (h *Handler) publishAnswer(ctx context.Context, sess *session, m *message) 
 	if !ok {
 		return nil
 	}
-	_, err := h.opts.Messages.Publish(ctx, sess.id, controlStream,
-		marshal(control{Answer: id, Result: m.result, Error: m.err}), client.PublishOptions{TTL: controlTTL})
-	return err
+	return h.publishControl(ctx, sess, control{Answer: id, Result: m.result, Error: m.err})
 }
 
 // publishCancel hands a cancellation to the request that it is about, if that runs. One that names none is ignored.
@@ -351,7 +348,22 @@ func (h *Handler) publishCancel(ctx context.Context, sess *session, m *message) 
 	if json.Unmarshal(m.params, &params) != nil || params.RequestID == nil || string(params.RequestID) == "null" {
 		return nil
 	}
-	_, err := h.opts.Messages.Publish(ctx, sess.id, controlStream, marshal(control{Cancel: params.RequestID}), client.PublishOptions{TTL: controlTTL})
+	return h.publishControl(ctx, sess, control{Cancel: params.RequestID})
+}
+
+// publishControl publishes to the control stream. If what is kept for a standalone stream that nobody opens has filled
+// the session's room for messages, that gives way: somebody waits for this message.
+func (h *Handler) publishControl(ctx context.Context, sess *session, c control) error {
+	opts := client.PublishOptions{TTL: controlTTL, RequestID: rand.Text()}
+	_, err := h.opts.Messages.Publish(ctx, sess.id, controlStream, marshal(c), opts)
+	if !errors.Is(err, client.ErrTooManyMessages) {
+		return err
+	}
+	h.log.WarnContext(ctx, "notifications for a standalone stream dropped, to make room")
+	if err := h.opts.Messages.Trim(ctx, sess.id, standaloneStream, sess.position); err != nil {
+		return err
+	}
+	_, err = h.opts.Messages.Publish(ctx, sess.id, controlStream, marshal(c), opts)
 	return err
 }
 

@@ -19,16 +19,15 @@ func (h *Handler) serveSessionless(w http.ResponseWriter, r *http.Request, serve
 		return errBadRequest("batches belong to revision %s, this request has %s", assumedRevision, revision)
 	}
 	var rest []*message
-	calls := false
 	for _, m := range in.messages {
 		switch {
 		case m.isResponse(), m.method == notifyInitialized, m.method == notifyCancelled:
 			// They concern a session, or a request that cannot be found.
 		case m.method == methodSetLevel, m.method == methodSubscribe, m.method == methodUnsubscribe:
 			// Not offered, and so not there.
-			rest, calls = append(rest, &message{id: m.id, method: m.method + " (needs a session)", params: m.params}), calls || m.isCall()
+			rest = append(rest, &message{id: m.id, method: m.method + " (needs a session)", params: m.params})
 		default:
-			rest, calls = append(rest, m), calls || m.isCall()
+			rest = append(rest, m)
 		}
 	}
 	if len(rest) == 0 {
@@ -43,20 +42,22 @@ func (h *Handler) serveSessionless(w http.ResponseWriter, r *http.Request, serve
 			NegotiatedProtocolVersion: revision,
 		}
 	}
-	x, err := h.newExchange(context.WithoutCancel(r.Context()), server, r, nil, state, "", rest)
-	if err != nil {
+	x := h.newExchange(context.WithoutCancel(r.Context()), r, nil, "", rest)
+	x.batch = in.batch
+	if state == nil {
+		x.result = withoutSessionFeatures
+	}
+	if len(x.order) > 0 {
+		x.reply = newReply(w, in.streamOK, in.jsonOK, !h.opts.JSON)
+	}
+	if err := x.start(server, state); err != nil {
 		return err
 	}
-	x.batch = in.batch
-	if !calls {
+	if x.reply == nil {
 		w.WriteHeader(statusAccepted)
 		h.running.Go(x.run)
 		return nil
 	}
-	if state == nil {
-		x.result = withoutSessionFeatures
-	}
-	x.reply = newReply(w, in.streamOK, in.jsonOK, !h.opts.JSON)
 	x.run()
 	return nil
 }

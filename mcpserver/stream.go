@@ -9,6 +9,10 @@ import (
 // commentEvery keeps idle streams open through proxies, which cut them after 15 s at the strictest (F19).
 const commentEvery = 12 * time.Second
 
+// writeTimeout is how long a client may take to accept what is written to it. One that takes longer is given up, and its
+// request runs on without it: it must not hold up a handler, nor a lock.
+const writeTimeout = 30 * time.Second
+
 // reply writes the answer to one POST: one JSON body, or, once there is something to say before the end, a stream of
 // server-sent events. It is used by one goroutine. Once the client is gone, what is written is dropped.
 type reply struct {
@@ -40,14 +44,12 @@ func (r *reply) stream() bool {
 
 // event writes a message to the stream, which has to be one.
 func (r *reply) event(data []byte) {
-	_ = writeEvent(r.w, data)
-	_ = r.rc.Flush()
+	_ = writeEvent(r.w, r.rc, data)
 }
 
 // comment shows proxies that the stream lives.
 func (r *reply) comment() {
-	_, _ = r.w.Write([]byte(": keep-alive\n\n"))
-	_ = r.rc.Flush()
+	_ = writeComment(r.w, r.rc)
 }
 
 // finish writes the last answers: the JSON body, or events at the end of the stream.
@@ -66,6 +68,7 @@ func (r *reply) finish(status int, bodies [][]byte, batch bool) {
 		}
 		return
 	}
+	_ = r.rc.SetWriteDeadline(time.Now().Add(writeTimeout))
 	r.w.Header().Set("Content-Type", "application/json")
 	r.w.WriteHeader(status)
 	if batch {
@@ -101,11 +104,23 @@ func startEvents(w http.ResponseWriter) {
 	w.WriteHeader(statusOK)
 }
 
-func writeEvent(w http.ResponseWriter, data []byte) error {
+func writeEvent(w http.ResponseWriter, rc *http.ResponseController, data []byte) error {
 	event := make([]byte, 0, len(data)+32)
 	event = append(event, "event: message\ndata: "...)
 	event = append(event, data...)
 	event = append(event, "\n\n"...)
-	_, err := w.Write(event)
-	return err
+	return writeOut(w, rc, event)
+}
+
+func writeComment(w http.ResponseWriter, rc *http.ResponseController) error {
+	return writeOut(w, rc, []byte(": keep-alive\n\n"))
+}
+
+func writeOut(w http.ResponseWriter, rc *http.ResponseController, data []byte) error {
+	// Not every writer has deadlines; those of net/http do.
+	_ = rc.SetWriteDeadline(time.Now().Add(writeTimeout))
+	if _, err := w.Write(data); err != nil {
+		return err
+	}
+	return rc.Flush()
 }

@@ -1,0 +1,227 @@
+package mcpserver_test
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/modelcontextprotocol/go-sdk/mcp"
+
+	"github.com/sessiond/sessiond/client"
+	"github.com/sessiond/sessiond/mcpserver"
+)
+
+// pipes is a network in memory, which a synctest bubble can wait on.
+type pipes struct {
+	conns  chan net.Conn
+	closed chan struct{}
+	once   sync.Once
+}
+
+func (p *pipes) Accept() (net.Conn, error) {
+	select {
+	case c := <-p.conns:
+		return c, nil
+	case <-p.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+func (p *pipes) Close() error {
+	p.once.Do(func() { close(p.closed) })
+	return nil
+}
+
+func (p *pipes) Addr() net.Addr { return &net.UnixAddr{Name: "pipe"} }
+
+func (p *pipes) dial(context.Context, string, string) (net.Conn, error) {
+	ours, theirs := net.Pipe()
+	select {
+	case p.conns <- theirs:
+		return ours, nil
+	case <-p.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+// bubble is a front-end whose time the test turns.
+type bubble struct {
+	t      *testing.T
+	store  *memory
+	client *http.Client
+	stop   func()
+}
+
+func newBubble(t *testing.T, edit func(*mcpserver.Options)) *bubble {
+	t.Helper()
+	b := &bubble{t: t, store: newMemory()}
+	opts := &mcpserver.Options{Store: b.store}
+	edit(opts)
+	server := testServer()
+	handler, err := mcpserver.NewHandler(func(*http.Request) *mcp.Server { return server }, opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &pipes{conns: make(chan net.Conn), closed: make(chan struct{})}
+	srv := &http.Server{Handler: handler, ReadHeaderTimeout: time.Hour}
+	done := make(chan error, 1)
+	go func() { done <- srv.Serve(p) }()
+	transport := &http.Transport{DialContext: p.dial}
+	b.client = &http.Client{Transport: transport}
+	b.stop = func() {
+		transport.CloseIdleConnections()
+		if err := handler.Shutdown(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if err := srv.Close(); err != nil {
+			t.Error(err)
+		}
+		if err := <-done; !errors.Is(err, http.ErrServerClosed) {
+			t.Error(err)
+		}
+	}
+	return b
+}
+
+func (b *bubble) send(method, session, body string) *http.Response {
+	b.t.Helper()
+	req, err := http.NewRequestWithContext(b.t.Context(), method, "http://front-end/mcp", strings.NewReader(body))
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	req.Header.Set("Accept", "application/json, text/event-stream")
+	req.Header.Set("Content-Type", "application/json")
+	if session != "" {
+		req.Header.Set("Mcp-Session-Id", session)
+	}
+	resp, err := b.client.Do(req)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	return resp
+}
+
+func (b *bubble) open() string {
+	b.t.Helper()
+	resp := b.send(http.MethodPost, "", initializeWith("2025-11-25", `{"elicitation":{}}`))
+	if err := resp.Body.Close(); err != nil {
+		b.t.Error(err)
+	}
+	return resp.Header.Get("Mcp-Session-Id")
+}
+
+// comments counts the comments of a stream until it ends.
+func comments(t *testing.T, resp *http.Response) (n int, rest string) {
+	t.Helper()
+	scanner := bufio.NewScanner(resp.Body)
+	for scanner.Scan() {
+		if strings.HasPrefix(scanner.Text(), ":") {
+			n++
+		} else {
+			rest += scanner.Text()
+		}
+	}
+	if err := resp.Body.Close(); err != nil {
+		t.Error(err)
+	}
+	return n, rest
+}
+
+// F19: a silent call becomes a stream with a comment every 12 s, also where JSON is preferred; S1: its session lives on,
+// though it is longer than the TTL; L4: the handler of a lock's TTL of 300 s is stopped before it ends, no sooner than needed.
+func TestF19S1LongCall(t *testing.T) {
+	for name, mode := range modes {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				b := newBubble(t, func(o *mcpserver.Options) { mode(o); o.SessionTTL = time.Minute; o.LockTTL = 310 * time.Second })
+				id := b.open()
+				began := time.Now()
+				go func() {
+					time.Sleep(300 * time.Second)
+					_ = b.send(http.MethodPost, id, cancelBody("1")).Body.Close()
+				}()
+				n, rest := comments(t, b.send(http.MethodPost, id, call("1", "wait", `{}`)))
+				if took := time.Since(began).Round(time.Second); took != 300*time.Second {
+					t.Errorf("took %s: %s", took, rest)
+				}
+				if n != 24 && n != 25 {
+					t.Errorf("%d comments in 300 s", n)
+				}
+				if _, err := b.store.Read(t.Context(), id); err != nil {
+					t.Errorf("the session of a running call: %v", err)
+				}
+				time.Sleep(90 * time.Second)
+				if _, err := b.store.Read(t.Context(), id); !errors.Is(err, client.ErrSessionNotFound) {
+					t.Errorf("an idle session after its TTL: %v", err)
+				}
+				b.stop()
+			})
+		})
+	}
+}
+
+// S1 (C17): an open standalone stream keeps its session alive, with at most one write a third of the TTL.
+func TestS1OpenStream(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBubble(t, func(o *mcpserver.Options) { o.SessionTTL = 30 * time.Second })
+		id := b.open()
+		resp := b.send(http.MethodGet, id, "")
+		position := b.store.now()
+		go func() {
+			time.Sleep(300 * time.Second)
+			_ = b.send(http.MethodDelete, id, "").Body.Close()
+		}()
+		if n, _ := comments(t, resp); n < 25 {
+			t.Errorf("%d comments in 300 s", n)
+		}
+		if writes := b.store.now() - position; writes > 31 {
+			t.Errorf("%d writes in 300 s", writes)
+		}
+		b.stop()
+	})
+}
+
+// S1 (C16): requests of any kind move the end of a session.
+func TestS1UseMovesTheEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBubble(t, func(o *mcpserver.Options) { o.SessionTTL = 30 * time.Second })
+		id := b.open()
+		for i := range 30 {
+			time.Sleep(10 * time.Second)
+			body := `{"jsonrpc":"2.0","id":1,"method":"ping"}`
+			switch i % 3 {
+			case 1:
+				body = call("1", "echo", `{}`)
+			case 2:
+				body = `{"jsonrpc":"2.0","method":"notifications/progress","params":{"progressToken":1,"progress":1}}`
+			}
+			resp := b.send(http.MethodPost, id, body)
+			_ = resp.Body.Close()
+			if resp.StatusCode >= 300 {
+				t.Fatalf("request %d: %d", i, resp.StatusCode)
+			}
+		}
+		b.stop()
+	})
+}
+
+// F14: under the lock, the handler's context ends before the TTL does; not much before.
+func TestF14LongTTL(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBubble(t, func(o *mcpserver.Options) { withLock(o) })
+		id := b.open()
+		began := time.Now()
+		_, rest := comments(t, b.send(http.MethodPost, id, call("1", "wait", `{}`)))
+		if took := time.Since(began); took < 290*time.Second || took >= 300*time.Second || !strings.Contains(rest, "EXPIRES") {
+			t.Errorf("after %s: %s", took, rest)
+		}
+		b.stop()
+	})
+}
