@@ -102,7 +102,8 @@ func New(ctx context.Context, cfg Config) (_ *Server, err error) {
 	s.onClose(s.node.Close)
 
 	s.store = etcdstore.Open(etcdstore.Config{
-		KV: s.node.KV(), Lease: s.node.Client(), Watcher: s.node.Client(), Prefix: cfg.Prefix, Logger: s.logger,
+		KV: s.node.KV(), Lease: s.node.Client(), Watcher: s.node.Client(), Members: len(s.node.Endpoints()),
+		Prefix: cfg.Prefix, Logger: s.logger,
 	})
 	s.onClose(func() error {
 		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)

@@ -22,6 +22,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.etcd.io/etcd/server/v3/etcdserver/api/v3client"
+	"go.uber.org/zap"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 )
@@ -99,7 +100,7 @@ func Embed(ctx context.Context, cfg EmbedConfig) (_ *Node, err error) {
 	ec.AutoCompactionMode = embed.CompactorModePeriodic
 	ec.AutoCompactionRetention = compactAfter
 	ec.GRPCKeepAliveMinTime = time.Second
-	ec.ZapLoggerBuilder = embed.NewZapLoggerBuilder(newZap(cfg.Logger, &n.closing))
+	ec.ZapLoggerBuilder = embed.NewZapLoggerBuilder(newZap(cfg.Logger, &n.closing, zap.WarnLevel))
 
 	n.member, err = embed.StartEtcd(ec)
 	if err != nil {
@@ -137,7 +138,8 @@ func (n *Node) connect(endpoints []string, logger *slog.Logger) error {
 		DialKeepAliveTime:    5 * time.Second,
 		DialKeepAliveTimeout: 2 * time.Second,
 		PermitWithoutStream:  true,
-		Logger:               newZap(logger, &n.closing),
+		// It warns of every call that fails; the one who calls does that.
+		Logger: newZap(logger, &n.closing, zap.ErrorLevel),
 		DialOptions: []grpc.DialOption{grpc.WithConnectParams(grpc.ConnectParams{
 			Backoff:           backoff.Config{BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second},
 			MinConnectTimeout: 2 * time.Second,

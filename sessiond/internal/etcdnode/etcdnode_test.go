@@ -81,7 +81,7 @@ func TestLongTempDir(t *testing.T) {
 func TestLogHasNoIDs(t *testing.T) {
 	var text strings.Builder
 	var quiet atomic.Bool
-	lg := newZap(slog.New(slog.NewTextHandler(&text, nil)), &quiet)
+	lg := newZap(slog.New(slog.NewTextHandler(&text, nil)), &quiet, zap.WarnLevel)
 	lg.With(zap.String("member", "m1")).Warn("apply request took too long", zap.Duration("took", time.Second), zap.String("request", "key:secret-id"))
 	lg.Info("not of interest")
 	if s := text.String(); strings.Contains(s, "secret-id") || !strings.Contains(s, "took=1s") || !strings.Contains(s, "member=m1") || strings.Contains(s, "interest") {

@@ -10,13 +10,12 @@ import (
 	"go.uber.org/zap/zapcore"
 )
 
-// newZap makes a logger for etcd that hands warnings and errors to ours, until quiet is set. What etcd says below that is
-// of use only to those who work on etcd.
-func newZap(logger *slog.Logger, quiet *atomic.Bool) *zap.Logger {
+// newZap makes a logger for etcd that hands what is of a level and above to ours, until quiet is set.
+func newZap(logger *slog.Logger, quiet *atomic.Bool, level zapcore.Level) *zap.Logger {
 	if logger == nil {
 		return zap.NewNop()
 	}
-	return zap.New(&bridge{logger: logger.With("component", "etcd"), quiet: quiet})
+	return zap.New(&bridge{logger: logger.With("component", "etcd"), quiet: quiet, level: level})
 }
 
 // moot are warnings about choices that are right for a member that only this process talks to.
@@ -31,15 +30,16 @@ var secret = []string{"request", "response", "key", "range-begin", "range-end", 
 type bridge struct {
 	logger *slog.Logger
 	quiet  *atomic.Bool
+	level  zapcore.Level
 	fields []zapcore.Field
 }
 
 func (b *bridge) Enabled(level zapcore.Level) bool {
-	return level >= zapcore.WarnLevel && !b.quiet.Load()
+	return level >= b.level && !b.quiet.Load()
 }
 
 func (b *bridge) With(fields []zapcore.Field) zapcore.Core {
-	return &bridge{logger: b.logger, quiet: b.quiet, fields: slices.Concat(b.fields, fields)}
+	return &bridge{logger: b.logger, quiet: b.quiet, level: b.level, fields: slices.Concat(b.fields, fields)}
 }
 
 func (b *bridge) Check(entry zapcore.Entry, checked *zapcore.CheckedEntry) *zapcore.CheckedEntry {

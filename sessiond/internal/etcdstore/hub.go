@@ -2,6 +2,7 @@ package etcdstore
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"sync"
 	"time"
@@ -15,7 +16,12 @@ const (
 	maxFeedEvents = 256
 	maxFeedBytes  = 4 << 20
 	reopenAfter   = 100 * time.Millisecond
+	// How often a watch is asked for a sign of life, and how long it may keep silent.
+	watchAskEvery = 800 * time.Millisecond
+	watchSilence  = 2 * time.Second
 )
+
+var errWatchSilent = errors.New("watch gives no sign of life")
 
 // hub hands what the node's two watches bring to those on this node whom it concerns. Who registers does so before
 // reading, so that what happens between the two is not missed. It never waits for anyone.
@@ -223,19 +229,38 @@ func (s *Store) watchOnce(ctx context.Context, prefix string, handle func(*clien
 			s.hub.closed()
 		}
 	}()
-	for resp := range watcher.Watch(ctx, prefix, clientv3.WithPrefix(), clientv3.WithCreatedNotify(), filter) {
-		if err := resp.Err(); err != nil {
-			return err
-		}
-		if resp.Created && !open {
-			open = true
-			s.hub.opened()
-		}
-		for _, ev := range resp.Events {
-			handle(ev)
+	updates := watcher.Watch(ctx, prefix, clientv3.WithPrefix(), clientv3.WithCreatedNotify(), filter)
+	ask := time.NewTicker(watchAskEvery)
+	defer ask.Stop()
+	heard := time.Now()
+	for {
+		select {
+		case resp, ok := <-updates:
+			if !ok {
+				return context.Cause(ctx)
+			}
+			heard = time.Now()
+			if err := resp.Err(); err != nil {
+				return err
+			}
+			if resp.Created && !open {
+				open = true
+				s.hub.opened()
+			}
+			for _, ev := range resp.Events {
+				handle(ev)
+			}
+		case <-ask.C:
+			// A member that has died without a word is noticed by gRPC only after some 10 s. One that lives answers this
+			// on the watch. An error needs no answer: then nothing is heard.
+			if time.Since(heard) > watchSilence {
+				return errWatchSilent
+			}
+			actx, cancel := context.WithTimeout(ctx, watchAskEvery)
+			_ = watcher.RequestProgress(actx)
+			cancel()
 		}
 	}
-	return context.Cause(ctx)
 }
 
 func add[T any](m map[string]map[*T]struct{}, key string, v *T) {

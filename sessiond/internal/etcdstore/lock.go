@@ -43,11 +43,11 @@ type foundRequest struct {
 
 // findRequest looks up the request id of a grant.
 func (s *Store) findRequest(ctx context.Context, id string, token uint64) (foundRequest, error) {
-	resp, err := s.txn(ctx, nil, []clientv3.Op{
+	resp, err := s.kv.read(ctx,
 		s.readSession(id, false),
 		clientv3.OpGet(s.keys.locks(id), clientv3.WithPrefix(), clientv3.WithKeysOnly(),
 			clientv3.WithMinCreateRev(int64(token)), clientv3.WithMaxCreateRev(int64(token))),
-	}, nil)
+	)
 	if err != nil {
 		return foundRequest{}, err
 	}
@@ -93,11 +93,11 @@ func toEntry(kvs []*mvccpb.KeyValue) (*lock.Entry, error) {
 func (s *Store) Look(ctx context.Context, r lock.Request) (lock.View, error) {
 	octx, cancel := s.op(ctx)
 	defer cancel()
-	resp, err := s.txn(octx, nil, []clientv3.Op{
+	resp, err := s.kv.read(octx,
 		s.readSession(r.Session, false),
 		clientv3.OpGet(s.keys.lock(r.Session, r.ID)),
 		s.firstEntry(r.Session),
-	}, nil)
+	)
 	if err != nil {
 		return lock.View{}, s.fail(ctx, err)
 	}
@@ -318,12 +318,12 @@ func (p *place) check(ctx context.Context) (lock.View, error) {
 // look shows the queue around the entry. The hub must have been told to keep what goes meanwhile.
 func (p *place) look(ctx context.Context) (lock.View, error) {
 	s, r := p.s, p.r
-	resp, err := s.txn(ctx, nil, []clientv3.Op{
+	resp, err := s.kv.read(ctx,
 		s.readSession(r.Session, r.Read),
 		clientv3.OpGet(p.key),
 		s.firstEntry(r.Session),
 		s.entryBefore(r.Session, p.created),
-	}, nil)
+	)
 	if err != nil {
 		return lock.View{}, err
 	}

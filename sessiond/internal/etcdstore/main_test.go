@@ -51,7 +51,7 @@ func open(t *testing.T, prefix string) *Store {
 		prefix = rand.Text() + "/"
 	}
 	s := Open(Config{
-		KV: etcd.KV(), Lease: etcd.Client(), Watcher: etcd.Client(), Prefix: prefix,
+		KV: etcd.KV(), Lease: etcd.Client(), Watcher: etcd.Client(), Members: 1, Prefix: prefix,
 		Logger: slog.New(slog.NewTextHandler(t.Output(), nil)),
 	})
 	t.Cleanup(func() { s.Close(context.WithoutCancel(t.Context())) })

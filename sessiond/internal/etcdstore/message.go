@@ -33,11 +33,11 @@ func (s *Store) Publish(ctx context.Context, p message.Publish) (uint64, error) 
 
 	var born int64 // revision at which the session was made
 	for {
-		resp, err := s.txn(octx, nil, []clientv3.Op{
+		resp, err := s.kv.read(octx,
 			s.readSession(p.Session, false),
 			clientv3.OpGet(last, clientv3.WithPrefix(), clientv3.WithKeysOnly()),
 			clientv3.OpGet(s.keys.messages(p.Session), clientv3.WithPrefix(), clientv3.WithCountOnly()),
-		}, nil)
+		)
 		if err != nil {
 			return 0, s.fail(ctx, err)
 		}
@@ -139,10 +139,10 @@ func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint
 	octx, cancel := s.op(ctx)
 	defer cancel()
 	prefix := s.keys.stream(sessionID, stream)
-	resp, err := s.txn(octx, nil, []clientv3.Op{
+	resp, err := s.kv.read(octx,
 		s.readSession(sessionID, false),
 		clientv3.OpGet(prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly()),
-	}, nil)
+	)
 	if err != nil {
 		return 0, s.fail(ctx, err)
 	}
@@ -303,10 +303,10 @@ func (f *feed) Stored(ctx context.Context, after uint64, yield func(message.Batc
 	s := f.s
 	octx, cancel := s.op(ctx)
 	defer cancel()
-	resp, err := s.txn(octx, nil, []clientv3.Op{
+	resp, err := s.kv.read(octx,
 		s.readSession(f.id, false),
 		clientv3.OpGet(s.keys.messages(f.id), clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithMinCreateRev(int64(after)+1)),
-	}, nil)
+	)
 	if err != nil {
 		return s.fail(ctx, err)
 	}
@@ -360,7 +360,7 @@ func (f *feed) load(ctx context.Context, found []pushed) ([]message.Message, err
 	}
 	var answers []*mvccpb.KeyValue
 	if len(ops) > 0 {
-		resp, err := f.s.txn(ctx, nil, ops, nil)
+		resp, err := f.s.kv.read(ctx, ops...)
 		if err != nil {
 			return nil, err
 		}

@@ -51,6 +51,8 @@ type Config struct {
 	Lease clientv3.Lease
 	// Watcher serves watches, over a connection.
 	Watcher clientv3.Watcher
+	// Members is how many members of a cluster the clients take in turn.
+	Members int
 	// Prefix is put before every key.
 	Prefix string
 	// Logger takes changes in the state of the store.
@@ -59,8 +61,8 @@ type Config struct {
 
 // Store implements session.Store, lock.Store and message.Store. Its methods may be called concurrently.
 type Store struct {
-	kv     clientv3.KV
-	lease  clientv3.Lease
+	kv     kv
+	lease  lease
 	keys   keys
 	logger *slog.Logger
 	node   string
@@ -88,8 +90,8 @@ var (
 func Open(cfg Config) *Store {
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Store{
-		kv:     cfg.KV,
-		lease:  cfg.Lease,
+		kv:     kv{KV: cfg.KV, members: cfg.Members},
+		lease:  lease{Lease: cfg.Lease, members: cfg.Members},
 		keys:   keys{prefix: cfg.Prefix},
 		logger: cfg.Logger,
 		node:   rand.Text(),
