@@ -6,9 +6,10 @@
 //
 // # What is retried
 //
-// A call that did not reach a node, or that a node refused because it is shutting down, is retried on another node,
-// with back-off and jitter, if it is idempotent or carries a request id: everything but [Client.Create] and
-// [Client.Save]. Those two, cut off after they were sent, return [ErrOutcomeUnknown]. A backend that fails
+// A call that a node refused because it is shutting down is retried on another node, with back-off and jitter. So is one
+// that was cut off, if it is idempotent, carries a request id, or names a grant or a revision that tells whether it was
+// carried out: everything but [Client.Create] and an unconditional [Client.Save]. Those two, cut off after they were
+// sent, return [ErrOutcomeUnknown]. A backend that fails
 // ([ErrUnavailable] from a node whose etcd cannot be reached) is reported at once and never retried here: the caller
 // knows better than the client whether to wait.
 package client
@@ -152,8 +153,15 @@ func (c *Client) Ready(ctx context.Context) error {
 	return nil
 }
 
-// attempts is the call option of what may be retried.
-var attempts = retry.WithMax(4)
+// attempts is the call option of what may be carried out twice.
+var attempts = retry.WithMax(maxAttempts)
+
+const maxAttempts = 4
+
+// onceOnly are the call options of what must not be carried out twice: only what certainly was not is retried.
+func onceOnly() []grpc.CallOption {
+	return []grpc.CallOption{retry.WithMax(maxAttempts), retry.WithRetriable(refusedUnseen)}
+}
 
 // newRequestID returns a name for a request, unique without asking anyone (128 bits).
 func newRequestID() string { return rand.Text() }

@@ -188,17 +188,20 @@ type fake struct {
 	sessiondv1.UnimplementedMessageServiceServer
 
 	calls     atomic.Int64
+	saves     atomic.Int64
+	stored    []byte
 	read      func(call int64) error
+	save      func(call int64) error
 	release   func(call int64) error
 	subscribe func(call int64, after uint64, send func(uint64)) error
 }
 
 func (f *fake) Read(context.Context, *sessiondv1.ReadRequest) (*sessiondv1.ReadResponse, error) {
-	return &sessiondv1.ReadResponse{}, f.read(f.calls.Add(1))
+	return &sessiondv1.ReadResponse{Session: &sessiondv1.Session{Data: f.stored, Revision: 9}}, f.read(f.calls.Add(1))
 }
 
 func (f *fake) Save(context.Context, *sessiondv1.SaveRequest) (*sessiondv1.SaveResponse, error) {
-	return &sessiondv1.SaveResponse{}, f.read(f.calls.Add(1))
+	return &sessiondv1.SaveResponse{Revision: 7}, f.save(f.saves.Add(1))
 }
 
 func (f *fake) Release(context.Context, *sessiondv1.ReleaseRequest) (*sessiondv1.ReleaseResponse, error) {
@@ -320,13 +323,65 @@ func TestC1Retries(t *testing.T) {
 	}
 }
 
-// C1: a save that was cut off is not retried: its outcome is unknown, and said to be.
-func TestC1OutcomeUnknown(t *testing.T) {
-	f := &fake{read: func(int64) error { return status.Error(codes.Unavailable, "connection lost") }}
-	c := newClient(t, f.start(t, grpc_health_v1.HealthCheckResponse_SERVING))
-	_, err := c.Save(t.Context(), "x", nil, client.SaveOptions{})
-	if !errors.Is(err, client.ErrOutcomeUnknown) || !errors.Is(err, client.ErrUnavailable) || f.calls.Load() != 1 {
-		t.Errorf("%v after %d calls", err, f.calls.Load())
+// C1: what becomes of a save that was cut off: with a condition it is found out, without one it is said to be unknown.
+func TestC1SaveCutOff(t *testing.T) {
+	lost := status.Error(codes.Unavailable, "connection lost")
+	grant := client.SaveOptions{Grant: &client.Grant{FencingToken: 1, RequestID: "r"}, Release: true}
+	for name, c := range map[string]struct {
+		opts     client.SaveOptions
+		second   error
+		stored   string
+		saves    int64
+		revision uint64
+		want     error
+	}{
+		"no condition":                    {client.SaveOptions{}, nil, "", 1, 0, client.ErrOutcomeUnknown},
+		"not carried out":                 {grant, nil, "", 2, 7, nil},
+		"carried out, released":           {grant, failure(codes.Aborted, "LOCK_LOST"), "new", 2, 9, nil},
+		"lock lost, or saved over since":  {grant, failure(codes.Aborted, "LOCK_LOST"), "other", 2, 0, client.ErrOutcomeUnknown},
+		"carried out, revision":           {client.SaveOptions{ExpectedRevision: 3}, failure(codes.Aborted, "REVISION_MISMATCH"), "new", 2, 9, nil},
+		"session gone":                    {grant, failure(codes.NotFound, "SESSION_NOT_FOUND"), "", 2, 0, client.ErrSessionNotFound},
+		"etcd gone meanwhile":             {grant, failure(codes.Unavailable, "BACKEND_UNAVAILABLE"), "", 2, 0, client.ErrOutcomeUnknown},
+		"shutting down, with a condition": {grant, failure(codes.Unavailable, "SHUTTING_DOWN"), "", 2, 7, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := &fake{stored: []byte(c.stored), read: func(int64) error { return nil }}
+			f.save = func(call int64) error {
+				switch call {
+				case 1:
+					return lost
+				case 2:
+					return c.second
+				default:
+					return nil
+				}
+			}
+			if name == "shutting down, with a condition" {
+				f.save = func(call int64) error {
+					if call == 1 {
+						return c.second
+					}
+					return nil
+				}
+			}
+			revision, err := newClient(t, f.start(t, grpc_health_v1.HealthCheckResponse_SERVING)).Save(t.Context(), "x", []byte("new"), c.opts)
+			if !errors.Is(err, c.want) || revision != c.revision || f.saves.Load() != c.saves {
+				t.Errorf("revision %d, %v after %d saves; want %d, %v after %d", revision, err, f.saves.Load(), c.revision, c.want, c.saves)
+			}
+		})
+	}
+}
+
+// C1: a node that shuts down has not begun with what it refuses: another one does it, a create too.
+func TestC1RefusedUnseenIsRetried(t *testing.T) {
+	f := &fake{save: func(call int64) error {
+		if call < 3 {
+			return failure(codes.Unavailable, "SHUTTING_DOWN")
+		}
+		return nil
+	}}
+	if _, err := newClient(t, f.start(t, grpc_health_v1.HealthCheckResponse_SERVING)).Save(t.Context(), "x", nil, client.SaveOptions{}); err != nil {
+		t.Error(err)
 	}
 }
 

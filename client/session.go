@@ -1,6 +1,7 @@
 package client
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"time"
@@ -51,7 +52,7 @@ type CreateOptions struct {
 func (c *Client) Create(ctx context.Context, data []byte, opts CreateOptions) (Session, error) {
 	resp, err := call(ctx, c.callTimeout, "create session", c.sessions.Create, &sessiondv1.CreateRequest{
 		SessionId: opts.ID, Data: data, Ttl: duration(opts.TTL),
-	})
+	}, onceOnly()...)
 	if err != nil {
 		return Session{}, outcomeUnknown(err)
 	}
@@ -93,11 +94,33 @@ func (c *Client) Save(ctx context.Context, id string, data []byte, opts SaveOpti
 	if opts.Grant != nil {
 		req.FencingToken, req.RequestId = opts.Grant.FencingToken, opts.Grant.RequestID
 	}
-	resp, err := call(ctx, c.callTimeout, "save session", c.sessions.Save, req)
-	if err != nil {
-		return 0, outcomeUnknown(err)
+	resp, err := call(ctx, c.callTimeout, "save session", c.sessions.Save, req, onceOnly()...)
+	if err = outcomeUnknown(err); !errors.Is(err, ErrOutcomeUnknown) {
+		return resp.GetRevision(), err
 	}
-	return resp.GetRevision(), nil
+	if req.FencingToken == 0 && req.ExpectedRevision == nil || ctx.Err() != nil || isBackendFailure(err) {
+		return 0, err
+	}
+	return c.saveAgain(ctx, req, err)
+}
+
+// saveAgain finds out whether a save that was cut off was carried out, by trying it again: its condition lets it happen
+// once. If the condition does not hold any more, the save was carried out if the session holds what it wrote.
+func (c *Client) saveAgain(ctx context.Context, req *sessiondv1.SaveRequest, unknown error) (uint64, error) {
+	resp, err := call(ctx, c.callTimeout, "save session", c.sessions.Save, req, attempts)
+	switch {
+	case err == nil:
+		return resp.GetRevision(), nil
+	case errors.Is(err, ErrLockLost), errors.Is(err, ErrRevisionMismatch):
+		if s, rerr := c.Read(ctx, req.GetSessionId()); rerr == nil && bytes.Equal(s.Data, req.GetData()) {
+			return s.Revision, nil
+		}
+		return 0, unknown
+	case errors.Is(err, ErrUnavailable):
+		return 0, unknown
+	default:
+		return 0, err
+	}
 }
 
 // Touch starts a session's TTL anew, if more than a third of it has passed, and returns what is left. Errors:
@@ -128,10 +151,19 @@ func duration(d time.Duration) *durationpb.Duration {
 	return durationpb.New(d)
 }
 
-// outcomeUnknown marks the failure of a write that was not retried and may have been carried out.
+// outcomeUnknown marks the failure of a write that may have been carried out.
 func outcomeUnknown(err error) error {
+	if e, ok := errors.AsType[*Error](err); ok && e.Reason == sessiondv1.ErrorReason_ERROR_REASON_SHUTTING_DOWN {
+		return err
+	}
 	if errors.Is(err, ErrUnavailable) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {
 		return &unknownOutcomeError{cause: err}
 	}
 	return err
+}
+
+// isBackendFailure tells an etcd that cannot be reached from a node that cannot. Another node has the same etcd.
+func isBackendFailure(err error) bool {
+	e, ok := errors.AsType[*Error](err)
+	return ok && e.Reason == sessiondv1.ErrorReason_ERROR_REASON_BACKEND_UNAVAILABLE
 }

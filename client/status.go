@@ -153,6 +153,12 @@ type timedOutError struct{}
 func (*timedOutError) Error() string   { return "no answer in time" }
 func (*timedOutError) Unwrap() []error { return []error{ErrUnavailable, context.DeadlineExceeded} }
 
+// refusedUnseen tells that a node has not even begun with a call.
+func refusedUnseen(err error) bool {
+	e, ok := errors.AsType[*Error](fromStatus("", err))
+	return ok && e.Reason == sessiondv1.ErrorReason_ERROR_REASON_SHUTTING_DOWN
+}
+
 // retriable tells what another node may do better: a call that met no node, or one that shuts down. A node that cannot
 // reach its backend has said so after trying, and must be heard at once.
 func retriable(err error) bool {

@@ -2,6 +2,7 @@ package mcpserver_test
 
 import (
 	"net/http"
+	"strings"
 	"testing"
 )
 
@@ -78,7 +79,7 @@ func TestF20ShutdownEndsStreams(t *testing.T) {
 	if m := s.event(); m != nil {
 		t.Fatalf("got %v", m)
 	}
-	if a := r.post(id, call("1", "echo", `{}`)); a.status != 503 || a.header.Get("Retry-After") == "" {
+	if a := r.post(id, call(`"x"`, "echo", `{}`)); a.status != 503 || a.header.Get("Retry-After") == "" || !strings.Contains(a.body, `"id":"x"`) {
 		t.Fatalf("%d %s", a.status, a.body)
 	}
 	if err := r.handlers[0].Ready(t.Context()); err == nil {

@@ -229,7 +229,8 @@ func (h *Handler) Shutdown(ctx context.Context) error {
 // ServeHTTP serves one request.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if !h.begin() {
-		h.refuse(w, r, errDraining(), nil)
+		w.Header().Set("Connection", "close")
+		h.refuse(w, r, errDraining(), h.idsOf(w, r))
 		return
 	}
 	defer h.running.Done()
@@ -296,6 +297,22 @@ func (h *Handler) refuse(w http.ResponseWriter, r *http.Request, err error, in *
 		return
 	}
 	f.write(w, callIDs(in.messages), in.batch)
+}
+
+// idsOf reads what a refusal needs of a request that is not looked at otherwise.
+func (h *Handler) idsOf(w http.ResponseWriter, r *http.Request) *incoming {
+	if r.Method != http.MethodPost {
+		return nil
+	}
+	body, err := h.readBody(w, r)
+	if err != nil {
+		return nil
+	}
+	in := &incoming{}
+	if in.messages, in.batch, err = parseBody(body); err != nil {
+		return nil
+	}
+	return in
 }
 
 // userOf is whom the request's credentials, verified before this handler, belong to.

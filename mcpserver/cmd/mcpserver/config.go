@@ -33,6 +33,7 @@ type config struct {
 	json        bool
 	everything  bool
 	origins     string
+	drainDelay  time.Duration
 	grace       time.Duration
 	logLevel    slog.Level
 	logFormat   string
@@ -62,6 +63,7 @@ func parseConfig(args []string, getenv func(string) string, stdout io.Writer) (c
 	flags.BoolVar(&c.json, "json", false, "prefer JSON answers to streams")
 	flags.BoolVar(&c.everything, "everything", false, "add what the official conformance suite expects")
 	flags.StringVar(&c.origins, "allowed-origins", "", "Origin headers to serve beside the server's own: `scheme://host[,...]`")
+	flags.DurationVar(&c.drainDelay, "drain-delay", time.Second, "how long to serve on after /readyz says no, for the balancer to notice")
 	flags.DurationVar(&c.grace, "grace", 20*time.Second, "how long running requests may take to finish at shutdown")
 	flags.TextVar(&c.logLevel, "log-level", slog.LevelInfo, "`level`: debug, info, warn or error")
 	flags.StringVar(&c.logFormat, "log-format", "text", "`format`: text or json")
@@ -120,6 +122,7 @@ func (c config) validate() error {
 		{"lock-timeout", c.lockTimeout, mcpserver.MinTimeout, mcpserver.MaxLockTimeout},
 		{"lock-ttl", c.lockTTL, mcpserver.MinTTL, mcpserver.MaxLockTTL},
 		{"ask-timeout", c.askTimeout, mcpserver.MinTimeout, mcpserver.MaxAskTimeout},
+		{"drain-delay", c.drainDelay, 0, time.Hour},
 		{"grace", c.grace, time.Millisecond, time.Hour},
 	} {
 		if d.value < d.least || d.value > d.most {

@@ -15,6 +15,7 @@ import (
 	"os/signal"
 	"runtime/debug"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -139,18 +140,9 @@ func openSessions(ctx context.Context, c config, logger *slog.Logger, failed fun
 }
 
 func listenAndDrain(ctx context.Context, c config, logger *slog.Logger, listener net.Listener, handler *mcpserver.Handler) error {
-	mux := http.NewServeMux()
-	mux.Handle("/mcp", handler)
-	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, r *http.Request) {
-		if err := handler.Ready(r.Context()); err != nil {
-			http.Error(w, err.Error(), http.StatusServiceUnavailable)
-			return
-		}
-		fmt.Fprintln(w, "ok")
-	})
+	var draining atomic.Bool
 	srv := &http.Server{
-		Handler:           mux,
+		Handler:           routes(handler, &draining),
 		ReadHeaderTimeout: 10 * time.Second,
 		IdleTimeout:       2 * time.Minute,
 		ErrorLog:          slog.NewLogLogger(logger.Handler(), slog.LevelWarn),
@@ -168,24 +160,58 @@ func listenAndDrain(ctx context.Context, c config, logger *slog.Logger, listener
 	if cause := context.Cause(ctx); !errors.Is(cause, context.Canceled) {
 		failure = cause
 	}
-
-	logger.InfoContext(ctx, "draining", slog.Duration("grace", c.grace))
-	drain, cancel := context.WithTimeout(context.WithoutCancel(ctx), c.grace)
+	ctx = context.WithoutCancel(ctx)
+	logger.InfoContext(ctx, "draining", slog.Duration("delay", c.drainDelay), slog.Duration("grace", c.grace))
+	draining.Store(true)
+	if failure == nil {
+		// The balancer takes a moment to notice, and sends requests meanwhile.
+		delay := time.NewTimer(c.drainDelay)
+		<-delay.C
+	}
+	grace, cancel := context.WithTimeout(ctx, c.grace)
 	defer cancel()
-	err := handler.Shutdown(drain)
-	if errors.Is(err, context.DeadlineExceeded) {
+	// Both at once: the one closes the port and waits for requests, the other ends streams, which are requests too.
+	closed := make(chan error, 1)
+	go func() { closed <- srv.Shutdown(grace) }()
+	if err := handler.Shutdown(grace); err != nil {
 		logger.WarnContext(ctx, "requests cut short at the end of the grace period")
-		err = nil
 	}
 	// What was cut short has been told so; it takes a moment to be written.
-	last, cancelLast := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
-	defer cancelLast()
-	if serr := srv.Shutdown(last); serr != nil {
-		err = errors.Join(err, srv.Close())
+	written := time.NewTimer(time.Second)
+	defer written.Stop()
+	select {
+	case <-closed:
+	case <-written.C:
 	}
+	err := srv.Close()
 	if serr := <-failed; !errors.Is(serr, http.ErrServerClosed) {
 		err = errors.Join(err, serr)
 	}
 	logger.InfoContext(ctx, "stopped")
 	return errors.Join(failure, err)
+}
+
+// routes serves the program's paths. While it drains, it asks clients to leave their kept connections, which are closed
+// under them otherwise.
+func routes(handler *mcpserver.Handler, draining *atomic.Bool) http.Handler {
+	mux := http.NewServeMux()
+	mux.Handle("/mcp", handler)
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
+	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, r *http.Request) {
+		err := handler.Ready(r.Context())
+		if draining.Load() {
+			err = errors.New("draining")
+		}
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintln(w, "ok")
+	})
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if draining.Load() {
+			w.Header().Set("Connection", "close")
+		}
+		mux.ServeHTTP(w, r)
+	})
 }
