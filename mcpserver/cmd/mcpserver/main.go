@@ -177,13 +177,12 @@ func listenAndDrain(ctx context.Context, c config, logger *slog.Logger, listener
 		logger.WarnContext(ctx, "requests cut short at the end of the grace period")
 	}
 	// What was cut short has been told so; it takes a moment to be written.
-	written := time.NewTimer(time.Second)
+	written := time.AfterFunc(time.Second, cancel)
 	defer written.Stop()
-	select {
-	case <-closed:
-	case <-written.C:
+	err := <-closed
+	if err != nil {
+		err = srv.Close()
 	}
-	err := srv.Close()
 	if serr := <-failed; !errors.Is(serr, http.ErrServerClosed) {
 		err = errors.Join(err, serr)
 	}
