@@ -298,3 +298,36 @@ func TestStartsBeforeItsCluster(t *testing.T) {
 	<-opened
 	n.create(t, "")
 }
+
+// L6, L9: of two members one dies without a word. The node stays up, and hand-overs go on within seconds, although gRPC would
+// notice only after some 10 s.
+func TestSilentMember(t *testing.T) {
+	t.Parallel()
+	prefix := rand.Text() + "/"
+	k := newLink(t)
+	good := start(t, sessiond.Config{Endpoints: etcd.EtcdEndpoints(), Prefix: prefix})
+	n := start(t, sessiond.Config{Endpoints: []string{"unix://" + k.path, etcd.EtcdEndpoints()[0]}, Prefix: prefix})
+	id := n.create(t, "x")
+	held := good.acquire(t, &sessiondv1.AcquireRequest{SessionId: id})
+	waiting := queue(t.Context(), n, &sessiondv1.AcquireRequest{SessionId: id, RequestId: "w"})
+	n.settled(t, waiting)
+	k.freeze()
+	good.release(t, held)
+	began := time.Now()
+	got := take(t, waiting)
+	if took := time.Since(began); took > 8*time.Second {
+		t.Errorf("handed over after %v", took)
+	}
+	good.release(t, got)
+	for range 10 {
+		began := time.Now()
+		n.read(t, id)
+		if took := time.Since(began); took > 3*time.Second {
+			t.Errorf("read after %v", took)
+		}
+	}
+	if !serving(t, n) {
+		t.Error("not serving")
+	}
+	k.thaw()
+}

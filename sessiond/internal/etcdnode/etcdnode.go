@@ -15,6 +15,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -43,6 +44,9 @@ var ErrDataDirInUse = errors.New("data folder is in use by another process")
 // Node is a connection to etcd, with the embedded member if there is one. Its methods may be called concurrently.
 type Node struct {
 	client    *clientv3.Client
+	asks      []*clientv3.Client
+	stop      context.CancelFunc // of what asks the members; nil with a single one
+	wg        sync.WaitGroup
 	inProcess *clientv3.Client // with an embedded member, for transactions only
 	member    *embed.Etcd
 	lock      *fileutil.LockedFile
@@ -133,6 +137,30 @@ func Connect(endpoints []string, logger *slog.Logger) (*Node, error) {
 }
 
 func (n *Node) connect(endpoints []string, logger *slog.Logger) error {
+	client, err := n.newClient(endpoints, logger)
+	if err != nil {
+		return err
+	}
+	n.client = client
+	n.endpoints = endpoints
+	if len(endpoints) == 1 {
+		return nil
+	}
+	for _, endpoint := range endpoints {
+		ask, err := n.newClient([]string{endpoint}, logger)
+		if err != nil {
+			return errors.Join(err, n.Close())
+		}
+		n.asks = append(n.asks, ask)
+	}
+	m := &members{client: client, endpoints: endpoints, asks: n.asks, logger: logger, used: endpoints}
+	ctx, cancel := context.WithCancel(context.Background())
+	n.stop = cancel
+	n.wg.Go(func() { m.run(ctx) })
+	return nil
+}
+
+func (n *Node) newClient(endpoints []string, logger *slog.Logger) (*clientv3.Client, error) {
 	client, err := clientv3.New(clientv3.Config{
 		Endpoints:            endpoints,
 		DialKeepAliveTime:    5 * time.Second,
@@ -146,11 +174,9 @@ func (n *Node) connect(endpoints []string, logger *slog.Logger) error {
 		})},
 	})
 	if err != nil {
-		return fmt.Errorf("etcd client: %w", err)
+		return nil, fmt.Errorf("etcd client: %w", err)
 	}
-	n.client = client
-	n.endpoints = endpoints
-	return nil
+	return client, nil
 }
 
 // makeSocketPath makes a folder that only this user can open, and names a socket in it.
@@ -200,14 +226,16 @@ func (n *Node) Failed() <-chan struct{} {
 // Close closes the connection and stops the embedded member.
 func (n *Node) Close() error {
 	n.closing.Store(true)
-	var errs []error
-	if n.client != nil {
-		if err := n.client.Close(); err != nil && !errors.Is(err, context.Canceled) {
-			errs = append(errs, err)
-		}
+	if n.stop != nil {
+		n.stop()
+		n.wg.Wait()
 	}
-	if n.inProcess != nil {
-		if err := n.inProcess.Close(); err != nil && !errors.Is(err, context.Canceled) {
+	var errs []error
+	for _, client := range append(n.asks, n.client, n.inProcess) {
+		if client == nil {
+			continue
+		}
+		if err := client.Close(); err != nil && !errors.Is(err, context.Canceled) {
 			errs = append(errs, err)
 		}
 	}
