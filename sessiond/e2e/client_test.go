@@ -142,12 +142,18 @@ func testGoClient(t *testing.T, c *sessiondtest.Cluster) {
 
 	t.Run("notifications", func(t *testing.T) {
 		s := connect(t, c.URL, handshakeEra)
-		s.mustCall(t, "slow", map[string]any{"seconds": 1.5})
-		s.mu.Lock()
-		if !slices.Equal(s.progress, []float64{1}) {
-			t.Errorf("progress before the result: %v", s.progress)
+		s.mustCall(t, "slow", map[string]any{"seconds": 2})
+		// This SDK hands on notifications beside the result.
+		if err := sessiondtest.Poll(within(t, patience), func(context.Context) error {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			if !slices.Equal(s.progress, []float64{1, 2}) {
+				return fmt.Errorf("progress %v, want 1 and 2", s.progress)
+			}
+			return nil
+		}); err != nil {
+			t.Error(err)
 		}
-		s.mu.Unlock()
 		if err := s.SetLoggingLevel(t.Context(), &mcp.SetLoggingLevelParams{Level: "debug"}); err != nil {
 			t.Fatal(err)
 		}

@@ -81,6 +81,7 @@ func testRollingRestart(t *testing.T, c *sessiondtest.Cluster) {
 					text, err := raw.try(t, tool, args)
 					if err != nil {
 						refused.Add(1)
+						t.Logf("refused: %v", err)
 					}
 					return text, err
 				}}
