@@ -1,8 +1,9 @@
 // Package etcdnode connects a node to etcd: to a member that it embeds, or to the members of a cluster.
 //
-// An embedded member is a cluster of one. It listens for clients on a unix socket in a folder of its own and for peers
-// not at all, so that any number of them run on one machine without a port to choose. Watches go through that socket
-// and never through etcd's in-process client, whose watch adapter can deadlock when watches are cancelled.
+// An embedded member is a cluster of one. It listens for clients on a unix socket in its data folder and for peers not at
+// all, so that any number of them run on one machine without a port to choose. Transactions are calls within the
+// process. Watches and leases go through the socket, never through etcd's in-process client, whose watch adapter can
+// deadlock when watches are cancelled.
 package etcdnode
 
 import (
@@ -87,7 +88,7 @@ func Embed(ctx context.Context, cfg EmbedConfig) (_ *Node, err error) {
 		return nil, fmt.Errorf("data folder: %w", err)
 	}
 
-	socket, err := n.makeSocketPath()
+	socket, err := n.makeSocketPath(cfg.DataDir)
 	if err != nil {
 		return nil, err
 	}
@@ -179,8 +180,15 @@ func (n *Node) newClient(endpoints []string, logger *slog.Logger) (*clientv3.Cli
 	return client, nil
 }
 
-// makeSocketPath makes a folder that only this user can open, and names a socket in it.
-func (n *Node) makeSocketPath() (string, error) {
+// makeSocketPath names a socket in the data folder, or in a new folder if the data folder's path is too long.
+func (n *Node) makeSocketPath(dataDir string) (string, error) {
+	abs, err := filepath.Abs(dataDir)
+	if err != nil {
+		return "", fmt.Errorf("data folder: %w", err)
+	}
+	if path := filepath.Join(abs, "etcd.sock"); len(path) <= maxSocketPath {
+		return path, nil
+	}
 	for _, base := range []string{os.TempDir(), "/tmp"} {
 		dir, err := os.MkdirTemp(base, "sessiond-")
 		if err != nil {
