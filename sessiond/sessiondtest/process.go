@@ -115,7 +115,7 @@ func (p *Process) start(ctx context.Context) error {
 		return p.cmd.Ready(probe)
 	})
 	if err != nil {
-		_ = p.signalAndWait(syscall.SIGKILL)
+		_ = p.kill()
 		logStart = max(logStart, fileSize(p.cmd.Log)-errorTail)
 		return fmt.Errorf("%s: not ready: %w%s", p.cmd.Name, err, outputSince(p.cmd.Log, logStart))
 	}
@@ -202,7 +202,7 @@ func (p *Process) current() *run {
 func (p *Process) Kill() error {
 	p.step.Lock()
 	defer p.step.Unlock()
-	return p.signalAndWait(syscall.SIGKILL)
+	return p.kill()
 }
 
 // Terminate asks the process to stop (SIGTERM) and returns when it has ended. One that does not stop within its grace
@@ -210,7 +210,7 @@ func (p *Process) Kill() error {
 func (p *Process) Terminate(ctx context.Context) error {
 	p.step.Lock()
 	defer p.step.Unlock()
-	r := p.ask()
+	r := p.current()
 	if err := p.Signal(syscall.SIGTERM); err != nil {
 		return err
 	}
@@ -225,7 +225,7 @@ func (p *Process) Terminate(ctx context.Context) error {
 	case <-ctx.Done():
 	case <-grace.C:
 	}
-	return errors.Join(fmt.Errorf("%s: did not stop in time and was killed", p.cmd.Name), p.signalAndWait(syscall.SIGKILL))
+	return errors.Join(fmt.Errorf("%s: did not stop in time and was killed", p.cmd.Name), p.kill())
 }
 
 // Pause stops the process without ending it (SIGSTOP): its connections stay open and nothing answers. On Linux it returns
@@ -247,15 +247,19 @@ func (p *Process) Pause() error {
 // Continue lets a paused process go on (SIGCONT).
 func (p *Process) Continue() error { return p.Signal(syscall.SIGCONT) }
 
-// Signal sends the process a signal; to one that has ended it does nothing.
+// Signal sends the process a signal; to one that has ended it does nothing. SIGINT, SIGTERM and SIGKILL tell it to stop.
 func (p *Process) Signal(sig os.Signal) error {
+	switch sig {
+	case syscall.SIGINT, syscall.SIGTERM, syscall.SIGKILL:
+		p.ask()
+	}
 	if err := p.current().proc.Signal(sig); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return fmt.Errorf("%s: signal %v: %w", p.cmd.Name, sig, err)
 	}
 	return nil
 }
 
-func (p *Process) ask() *run {
+func (p *Process) ask() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	select {
@@ -263,12 +267,11 @@ func (p *Process) ask() *run {
 	default:
 		p.run.asked = true
 	}
-	return p.run
 }
 
-func (p *Process) signalAndWait(sig os.Signal) error {
-	r := p.ask()
-	if err := p.Signal(sig); err != nil {
+func (p *Process) kill() error {
+	r := p.current()
+	if err := p.Signal(syscall.SIGKILL); err != nil {
 		return err
 	}
 	<-r.done
