@@ -56,8 +56,10 @@ func run(ctx context.Context, args []string, getenv func(string) string, stdout,
 	srv, err := sessiond.New(ctx, opts.cfg)
 	if err == nil {
 		err = srv.Run(ctx)
+	} else if ctx.Err() != nil && (errors.Is(err, context.Canceled) || errors.Is(err, context.Cause(ctx))) {
+		err = nil // told to stop while it started
 	}
-	if err != nil && ctx.Err() == nil {
+	if err != nil {
 		fmt.Fprintf(stderr, "sessiond: %s\n", oneLine(err))
 		return exitError
 	}

@@ -101,6 +101,16 @@ func (b *syncBuffer) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
+// A signal during the start is no failure either.
+func TestStoppedWhileStarting(t *testing.T) {
+	ctx, stop := context.WithCancel(t.Context())
+	stop()
+	var stderr bytes.Buffer
+	if code := run(ctx, []string{"--data-dir", t.TempDir(), "--listen", "127.0.0.1:0"}, env(), &bytes.Buffer{}, &stderr); code != exitOK || stderr.Len() > 0 {
+		t.Errorf("exit code %d, %q", code, stderr.String())
+	}
+}
+
 // O1: one command serves; a second one on its folder or port ends at once with one line and exit code 1; a signal ends the
 // first with exit code 0.
 func TestServe(t *testing.T) {
