@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os/exec"
 	"path/filepath"
-	"strings"
 	"syscall"
 	"testing"
 
@@ -21,16 +20,16 @@ func TestDemo(t *testing.T) {
 	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", demo, "./demo").CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	for _, args := range [][]string{nil, {"--lock"}} {
-		t.Run(strings.Join(args, " "), func(t *testing.T) {
+	for _, arg := range []string{"--lock=false", "--lock"} {
+		t.Run(arg, func(t *testing.T) {
 			addr := freeAddr(t)
 			log := filepath.Join(t.TempDir(), "demo.log")
 			p := sessiondtest.StartProcess(t, sessiondtest.Command{
 				Name: "demo",
 				Path: demo,
-				Args: append([]string{
-					"--listen", addr, "--etcd", binary(t, "etcd"), "--sessiond", binary(t, "sessiond"), "--mcpserver", binary(t, "mcpserver"),
-				}, args...),
+				Args: []string{
+					"--listen", addr, "--etcd", binary(t, "etcd"), "--sessiond", binary(t, "sessiond"), "--mcpserver", binary(t, "mcpserver"), arg,
+				},
 				Log:       log,
 				Ready:     sessiondtest.HTTPReady("http://" + addr + "/readyz"),
 				StopGrace: patience,

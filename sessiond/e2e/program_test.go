@@ -117,6 +117,26 @@ func TestDataFolderInUse(t *testing.T) {
 	}
 }
 
+// A folder is a folder, whatever characters its name has.
+func TestDataFolderWithOddName(t *testing.T) {
+	for _, program := range []string{"sessiond", "mcpserver"} {
+		t.Run(program, func(t *testing.T) {
+			addr := freeAddr(t)
+			ready := sessiondtest.GRPCReady(addr)
+			if program == "mcpserver" {
+				ready = sessiondtest.HTTPReady("http://" + addr + "/readyz")
+			}
+			sessiondtest.StartProcess(t, sessiondtest.Command{
+				Name:  program,
+				Path:  binary(t, program),
+				Args:  []string{"--listen", addr, "--data-dir", filepath.Join(t.TempDir(), `a b#c?d%41&"ü`)},
+				Log:   filepath.Join(t.TempDir(), program+".log"),
+				Ready: ready,
+			})
+		})
+	}
+}
+
 // A data folder that cannot be written is said in one line.
 func TestDataFolderUnusable(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")

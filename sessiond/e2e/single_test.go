@@ -69,8 +69,8 @@ func TestTerminatedProgramsEndWell(t *testing.T) {
 
 // A front-end that is told to stop lets a running call finish, and its answer arrives (F20).
 func TestTerminatedFrontEndAnswersWhatRuns(t *testing.T) {
-	for _, args := range [][]string{nil, {"--lock"}, {"--json"}} {
-		t.Run(strings.Join(args, " "), func(t *testing.T) {
+	for _, args := range [][]string{{"--lock=false"}, {"--lock"}, {"--json"}} {
+		t.Run(args[0], func(t *testing.T) {
 			s := startSingle(t, args...)
 			raw := openRaw(t, mcpURL(s.Addr))
 			running := raw.send(within(t, patience), t, http.MethodPost,
