@@ -24,6 +24,12 @@ const (
 	DefaultMaxWaiters = lock.DefaultMaxWaiters
 )
 
+// What Config.Store can be.
+const (
+	StoreEtcd   = "etcd"
+	StoreMemory = "memory"
+)
+
 // What a limit can be set to at most: a session has to fit into one request of etcd and of gRPC.
 const (
 	maxSessionBytes = 4 << 20
@@ -35,7 +41,11 @@ const (
 type Config struct {
 	// Listen is where the gRPC services are served: host:port (port 0 picks one) or unix:/path. Default DefaultListen.
 	Listen string
-	// DataDir is the data folder of an embedded etcd member. Exactly one of DataDir and Endpoints must be set.
+	// Store is where sessions are kept: StoreEtcd or StoreMemory. In memory they end with the process, and no other node
+	// shares them. Default StoreEtcd.
+	Store string
+	// DataDir is the data folder of an embedded etcd member. With StoreEtcd exactly one of DataDir and Endpoints must be
+	// set, with StoreMemory none.
 	DataDir string
 	// Endpoints are the members of an etcd cluster: host:port, http(s)://host:port or unix:///path.
 	Endpoints []string
@@ -66,8 +76,17 @@ func (c Config) Validate() error {
 			errs = append(errs, fmt.Errorf("metrics listen: %q is not host:port", c.MetricsListen))
 		}
 	}
-	if (c.DataDir == "") == (len(c.Endpoints) == 0) {
-		errs = append(errs, errors.New("exactly one of data folder and etcd endpoints must be given"))
+	switch c.Store {
+	case StoreEtcd:
+		if (c.DataDir == "") == (len(c.Endpoints) == 0) {
+			errs = append(errs, errors.New("exactly one of data folder and etcd endpoints must be given"))
+		}
+	case StoreMemory:
+		if c.DataDir != "" || len(c.Endpoints) > 0 {
+			errs = append(errs, errors.New("store memory: takes neither a data folder nor etcd endpoints"))
+		}
+	default:
+		errs = append(errs, fmt.Errorf("store %q: must be %s or %s", c.Store, StoreEtcd, StoreMemory))
 	}
 	for _, endpoint := range c.Endpoints {
 		if err := etcdnode.CheckEndpoint(endpoint); err != nil {
@@ -105,6 +124,9 @@ func checkListen(listen string) error {
 func (c Config) withDefaults() Config {
 	if c.Listen == "" {
 		c.Listen = DefaultListen
+	}
+	if c.Store == "" {
+		c.Store = StoreEtcd
 	}
 	if c.Prefix == "" {
 		c.Prefix = DefaultPrefix

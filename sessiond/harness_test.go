@@ -5,19 +5,24 @@ import (
 	"crypto/rand"
 	"fmt"
 	"log/slog"
+	"net"
 	"os"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"go.uber.org/goleak"
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/grpc/test/bufconn"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
 	"github.com/sessiond/sessiond/sessiond"
+	"github.com/sessiond/sessiond/sessiond/internal/memstore"
 )
 
 // node is a running server with a client of each service.
@@ -51,12 +56,12 @@ func start(t *testing.T, cfg sessiond.Config) *node {
 	return serve(t, srv)
 }
 
-func serve(t *testing.T, srv *sessiond.Server) *node {
+func serve(t *testing.T, srv *sessiond.Server, opts ...grpc.DialOption) *node {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	done := make(chan error, 1)
 	go func() { done <- srv.Run(ctx) }()
-	conn, err := srv.Dial()
+	conn, err := srv.Dial(opts...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -119,20 +124,60 @@ func run(m *testing.M) int {
 	return code
 }
 
-// startCluster starts nodes that share sessions with each other and with nobody else.
-func startCluster(t *testing.T, count int) []*node {
-	t.Helper()
-	return startWith(t, count, sessiond.Config{})
+// cluster is what nodes of a test share: a store that nobody else uses.
+type cluster struct {
+	memory *memstore.Store // or nil: etcd
+	prefix string          // of the keys in etcd
 }
 
-func startWith(t *testing.T, count int, cfg sessiond.Config) []*node {
+// onBoth runs a test of the contract against a store in etcd and one in memory. In memory it runs in virtual time: what takes
+// the test hours ends at once, and to the nanosecond.
+func onBoth(t *testing.T, test func(t *testing.T, c cluster)) {
+	t.Run("memory", func(t *testing.T) { inMemory(t, test) })
+	t.Run("etcd", func(t *testing.T) { test(t, cluster{prefix: rand.Text() + "/"}) })
+}
+
+// inMemory runs a test against a store in memory, in virtual time.
+func inMemory(t *testing.T, test func(t *testing.T, c cluster)) {
+	synctest.Test(t, func(t *testing.T) {
+		store := memstore.Open()
+		t.Cleanup(func() { store.Close(context.WithoutCancel(t.Context())) })
+		test(t, cluster{memory: store})
+	})
+}
+
+// start starts nodes that share sessions.
+func (c cluster) start(t *testing.T, count int) []*node {
 	t.Helper()
-	cfg.Endpoints, cfg.Prefix = etcd.EtcdEndpoints(), rand.Text()+"/"
+	return c.startWith(t, count, sessiond.Config{})
+}
+
+func (c cluster) startWith(t *testing.T, count int, cfg sessiond.Config) []*node {
+	t.Helper()
 	var nodes []*node
 	for range count {
-		nodes = append(nodes, start(t, cfg))
+		if c.memory == nil {
+			cfg.Endpoints, cfg.Prefix = etcd.EtcdEndpoints(), c.prefix
+			nodes = append(nodes, start(t, cfg))
+			continue
+		}
+		cfg.Grace, cfg.Logger = time.Second, logTo(t)
+		l := bufconn.Listen(1 << 20)
+		srv, err := sessiond.OpenShared(t.Context(), cfg, l, c.memory)
+		if err != nil {
+			t.Fatal(err)
+		}
+		nodes = append(nodes, serve(t, srv, grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
+			return l.DialContext(ctx)
+		})))
 	}
 	return nodes
+}
+
+// startWith starts nodes on etcd that share sessions with each other and with nobody else.
+func startWith(t *testing.T, count int, cfg sessiond.Config) []*node {
+	t.Helper()
+	return cluster{prefix: rand.Text() + "/"}.startWith(t, count, cfg)
 }
 
 func seconds(s float64) *durationpb.Duration {

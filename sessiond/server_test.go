@@ -52,6 +52,9 @@ func TestValidate(t *testing.T) {
 	if err == nil {
 		t.Fatal("no error")
 	}
+	if err := (sessiond.Config{Store: sessiond.StoreMemory, DataDir: "d"}).Validate(); err == nil || !strings.Contains(err.Error(), "neither") {
+		t.Errorf("a folder for a store in memory: %v", err)
+	}
 	for _, what := range []string{"listen:", "metrics listen:", "exactly one", "etcd endpoints:", "prefix:", "max session bytes:", "max waiters:", "grace:"} {
 		if !strings.Contains(err.Error(), what) {
 			t.Errorf("no word of %q in %v", what, err)

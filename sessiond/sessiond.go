@@ -1,5 +1,5 @@
 // Package sessiond is the sessiond server as a library: sessions, locks and messages of MCP front-ends over gRPC, kept
-// in an etcd member that it embeds or in a cluster.
+// in an etcd member that it embeds, in a cluster, or in memory.
 //
 // New opens a node (listener, etcd, services), Run serves until its context ends and then shuts down in order:
 //
@@ -34,6 +34,7 @@ import (
 	"github.com/sessiond/sessiond/sessiond/internal/etcdnode"
 	"github.com/sessiond/sessiond/sessiond/internal/etcdstore"
 	"github.com/sessiond/sessiond/sessiond/internal/lock"
+	"github.com/sessiond/sessiond/sessiond/internal/memstore"
 	"github.com/sessiond/sessiond/sessiond/internal/message"
 	"github.com/sessiond/sessiond/sessiond/internal/rpc"
 	"github.com/sessiond/sessiond/sessiond/internal/session"
@@ -53,8 +54,8 @@ type Server struct {
 	cfg      Config
 	logger   *slog.Logger
 	listener net.Listener
-	node     *etcdnode.Node
-	store    *etcdstore.Store
+	node     *etcdnode.Node // nil without etcd
+	store    store
 	rpc      *rpc.Server
 	drain    chan struct{}
 
@@ -66,6 +67,16 @@ type Server struct {
 	closeErr  error
 }
 
+// store keeps what a node serves.
+type store interface {
+	session.Store
+	lock.Store
+	message.Store
+	// Up is closed while the store can be reached.
+	Up() <-chan struct{}
+	Close(ctx context.Context)
+}
+
 // New opens a node. With an embedded member it returns when that is ready; with a cluster it does not wait for it. It undoes
 // what it did if it fails or ctx ends. A Server that is not Run must be closed with Close.
 func New(ctx context.Context, cfg Config) (_ *Server, err error) {
@@ -73,16 +84,22 @@ func New(ctx context.Context, cfg Config) (_ *Server, err error) {
 		return nil, err
 	}
 	cfg = cfg.withDefaults()
-	s := &Server{cfg: cfg, logger: cfg.Logger, drain: make(chan struct{})}
+	listener, err := listen(ctx, cfg.Listen)
+	if err != nil {
+		return nil, err
+	}
+	return open(ctx, cfg, listener, nil)
+}
+
+// open opens a node on a listener, which it closes, and on a store, which it does not, unless that is nil.
+func open(ctx context.Context, cfg Config, listener net.Listener, shared store) (_ *Server, err error) {
+	s := &Server{cfg: cfg, logger: cfg.Logger, listener: listener, store: shared, drain: make(chan struct{})}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, s.Close())
 		}
 	}()
 
-	if s.listener, err = listen(ctx, cfg.Listen); err != nil {
-		return nil, err
-	}
 	s.onClose(closed(s.listener.Close))
 	if cfg.MetricsListen != "" {
 		if s.metricsListener, err = listen(ctx, cfg.MetricsListen); err != nil {
@@ -91,26 +108,11 @@ func New(ctx context.Context, cfg Config) (_ *Server, err error) {
 		s.onClose(closed(s.metricsListener.Close))
 	}
 
-	if cfg.DataDir != "" {
-		s.node, err = etcdnode.Embed(ctx, etcdnode.EmbedConfig{DataDir: cfg.DataDir, MaxValueBytes: cfg.MaxSessionBytes, Logger: s.logger})
-	} else {
-		s.node, err = etcdnode.Connect(cfg.Endpoints, s.logger)
+	if s.store == nil {
+		if err := s.openStore(ctx); err != nil {
+			return nil, err
+		}
 	}
-	if err != nil {
-		return nil, err
-	}
-	s.onClose(s.node.Close)
-
-	s.store = etcdstore.Open(etcdstore.Config{
-		KV: s.node.KV(), Lease: s.node.Client(), Watcher: s.node.Client(), Members: len(s.node.Endpoints()),
-		Prefix: cfg.Prefix, Logger: s.logger,
-	})
-	s.onClose(func() error {
-		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
-		defer cancel()
-		s.store.Close(ctx)
-		return nil
-	})
 
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
@@ -126,6 +128,38 @@ func New(ctx context.Context, cfg Config) (_ *Server, err error) {
 		s.metricsServer = &http.Server{Handler: s.metricsHandler(registry), ReadHeaderTimeout: httpTimeout}
 	}
 	return s, nil
+}
+
+// openStore opens the store that the configuration names.
+func (s *Server) openStore(ctx context.Context) (err error) {
+	switch {
+	case s.cfg.Store == StoreMemory:
+		s.logger.WarnContext(ctx, "sessions are kept in memory: they end with this process, and no other node shares them")
+		s.store = memstore.Open()
+		s.onClose(s.closeStore)
+		return nil
+	case s.cfg.DataDir != "":
+		s.node, err = etcdnode.Embed(ctx, etcdnode.EmbedConfig{DataDir: s.cfg.DataDir, MaxValueBytes: s.cfg.MaxSessionBytes, Logger: s.logger})
+	default:
+		s.node, err = etcdnode.Connect(s.cfg.Endpoints, s.logger)
+	}
+	if err != nil {
+		return err
+	}
+	s.onClose(s.node.Close)
+	s.store = etcdstore.Open(etcdstore.Config{
+		KV: s.node.KV(), Lease: s.node.Client(), Watcher: s.node.Client(), Members: len(s.node.Endpoints()),
+		Prefix: s.cfg.Prefix, Logger: s.logger,
+	})
+	s.onClose(s.closeStore)
+	return nil
+}
+
+func (s *Server) closeStore() error {
+	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
+	defer cancel()
+	s.store.Close(ctx)
+	return nil
 }
 
 func listen(ctx context.Context, address string) (net.Listener, error) {
@@ -182,12 +216,17 @@ func (s *Server) MetricsAddr() net.Addr {
 	return s.metricsListener.Addr()
 }
 
-// Ready returns a channel that is closed when etcd can be reached, or already is if it can. Ask again after a loss.
+// Ready returns a channel that is closed when the store can be reached, or already is if it can. Ask again after a loss.
 func (s *Server) Ready() <-chan struct{} { return s.store.Up() }
 
 // EtcdEndpoints are the addresses of the etcd that the node uses. Those of an embedded member are reachable from this
-// machine, by this user.
-func (s *Server) EtcdEndpoints() []string { return s.node.Endpoints() }
+// machine, by this user. There are none with a store in memory.
+func (s *Server) EtcdEndpoints() []string {
+	if s.node == nil {
+		return nil
+	}
+	return s.node.Endpoints()
+}
 
 // Dial makes a connection to this node. The caller closes it.
 func (s *Server) Dial(opts ...grpc.DialOption) (*grpc.ClientConn, error) {
@@ -226,13 +265,21 @@ func (s *Server) Run(ctx context.Context) error {
 	case <-ctx.Done():
 		s.logger.InfoContext(ctx, "shutting down")
 	case failure = <-served:
-	case <-s.node.Failed():
+	case <-s.failed():
 		failure = errors.New("embedded etcd stopped")
 	}
 	stopWatch()
 	s.shutdown()
 	wg.Wait()
 	return errors.Join(failure, s.Close())
+}
+
+// failed is closed when the embedded member has stopped. It is nil without one.
+func (s *Server) failed() <-chan struct{} {
+	if s.node == nil {
+		return nil
+	}
+	return s.node.Failed()
 }
 
 // shutdown ends what is served.
@@ -274,7 +321,7 @@ func (s *Server) Close() error {
 	return s.closeErr
 }
 
-// watchHealth makes the health service follow etcd's state.
+// watchHealth makes the health service follow the store's state.
 func (s *Server) watchHealth(ctx context.Context) {
 	first := true
 	for {

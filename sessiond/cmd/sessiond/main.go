@@ -1,7 +1,8 @@
 // Command sessiond serves sessions, locks and messages of MCP front-ends over gRPC.
 //
 // On its own it keeps them in an etcd member that it embeds, in a data folder; with --etcd-endpoints it is a stateless
-// node of a cluster. Every flag has a twin in the environment: --data-dir is SESSIOND_DATA_DIR.
+// node of a cluster; with --store memory it keeps them in memory, and they end with it. Every flag has a twin in the
+// environment: --data-dir is SESSIOND_DATA_DIR.
 package main
 
 import (
@@ -84,6 +85,7 @@ func parse(args []string, getenv func(string) string) (*options, error) {
 	fs.SetOutput(io.Discard)
 	fs.Usage = func() {}
 	fs.StringVar(&o.cfg.Listen, "listen", sessiond.DefaultListen, "`address` to serve gRPC on: host:port or unix:/path")
+	fs.StringVar(&o.cfg.Store, "store", sessiond.StoreEtcd, "`store` of sessions: etcd, or memory (they end with the process)")
 	fs.StringVar(&o.cfg.DataDir, "data-dir", "", "`folder` of the embedded etcd (default \""+defaultDataDir+"\" without --etcd-endpoints)")
 	fs.StringVar(&o.endpoint, "etcd-endpoints", "", "`addresses` of an etcd cluster, separated by commas, instead of an embedded etcd")
 	fs.StringVar(&o.cfg.Prefix, "prefix", sessiond.DefaultPrefix, "`prefix` of all keys in etcd, ends with a slash")
@@ -125,7 +127,7 @@ func parse(args []string, getenv func(string) string) (*options, error) {
 
 	if o.endpoint != "" {
 		o.cfg.Endpoints = strings.Split(o.endpoint, ",")
-	} else if o.cfg.DataDir == "" {
+	} else if o.cfg.DataDir == "" && o.cfg.Store == sessiond.StoreEtcd {
 		o.cfg.DataDir = defaultDataDir
 	}
 	// What is zero or empty would stand for the default.
@@ -135,8 +137,8 @@ func parse(args []string, getenv func(string) string) (*options, error) {
 	if o.cfg.Grace == 0 {
 		return o, errors.New("--grace: must be more than 0")
 	}
-	if o.cfg.Listen == "" || o.cfg.Prefix == "" {
-		return o, errors.New("--listen and --prefix: must not be empty")
+	if o.cfg.Listen == "" || o.cfg.Prefix == "" || o.cfg.Store == "" {
+		return o, errors.New("--listen, --prefix and --store: must not be empty")
 	}
 	if o.format != "text" && o.format != "json" {
 		return o, fmt.Errorf("--log-format %q: must be text or json", o.format)

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"net"
+	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -42,6 +43,9 @@ func TestUsageErrors(t *testing.T) {
 		{"empty", []string{"--prefix", ""}, nil, "must not be empty"},
 		{"listen", []string{"--listen", "7400"}, nil, `"7400" is not host:port or unix:/path`},
 		{"both", []string{"--data-dir", "d", "--etcd-endpoints", "a:1"}, nil, "exactly one of"},
+		{"store", []string{"--store", "disk"}, nil, `store "disk": must be etcd or memory`},
+		{"memory with a folder", []string{"--store", "memory", "--data-dir", "d"}, nil, "takes neither a data folder nor etcd endpoints"},
+		{"memory with a cluster", []string{"--store", "memory"}, []string{"SESSIOND_ETCD_ENDPOINTS", "a:1"}, "takes neither a data folder nor etcd endpoints"},
 		{"endpoint", []string{"--etcd-endpoints", "a:1,b"}, nil, `"b" is not host:port`},
 		{"prefix", []string{"--prefix", "p"}, nil, "end with a slash"},
 		{"two faults", []string{"--prefix", "p", "--listen", "x"}, nil, "; "},
@@ -151,6 +155,34 @@ func TestServe(t *testing.T) {
 	}
 	if strings.Contains(log.text.String(), "level=ERROR") {
 		t.Errorf("errors in the log: %s", log.text.String())
+	}
+}
+
+// O1: with --store memory there is nothing to run beside it, nothing on disk, and a line that says what that means.
+func TestServeFromMemory(t *testing.T) {
+	t.Chdir(t.TempDir())
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	log := &syncBuffer{wait: make(chan string, 1)}
+	done := make(chan int, 1)
+	go func() {
+		done <- run(ctx, []string{"--store", "memory", "--listen", "127.0.0.1:0"}, env(), &bytes.Buffer{}, log)
+	}()
+	select {
+	case <-log.wait:
+	case <-time.After(30 * time.Second):
+		t.Fatal("not ready")
+	}
+	stop()
+	if code := <-done; code != exitOK {
+		t.Errorf("exit code %d: %s", code, log.text.String())
+	}
+	if text := log.text.String(); strings.Count(text, "level=WARN") != 1 || !strings.Contains(text, "they end with this process") {
+		t.Errorf("log: %s", text)
+	}
+	files, err := os.ReadDir(".")
+	if err != nil || len(files) > 0 {
+		t.Errorf("left on disk: %v, %v", files, err)
 	}
 }
 
