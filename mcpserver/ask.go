@@ -23,7 +23,7 @@ const (
 	standaloneStream = "standalone"
 )
 
-// control is a message of the control stream: exactly one of Answer, Cancel and Takeover is set. The keys are short, so that
+// control is a message of the control stream: either Answer or Cancel is set. The keys are short, so that
 // an answer fits whenever the POST that brought it did (M4).
 type control struct {
 	// Answer is the id of the question that Result or Error answers.
@@ -32,8 +32,6 @@ type control struct {
 	Error  json.RawMessage `json:"error,omitempty"`
 	// Cancel is the id of the request that the client cancelled, as it sent it.
 	Cancel json.RawMessage `json:"cancel,omitempty"`
-	// Takeover names the standalone stream that takes over from older ones.
-	Takeover string `json:"takeover,omitempty"`
 }
 
 // capabilityFor is what a client must have declared to be asked.

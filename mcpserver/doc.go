@@ -10,6 +10,8 @@
 //	sessions, err := client.New([]string{"sessiond-1:7400", "sessiond-2:7400"}, client.Options{})
 //	...
 //	handler, err := mcpserver.NewHandler(getServer, &mcpserver.Options{Store: sessions})
+//	...
+//	defer handler.Shutdown(ctx)
 //
 // # How
 //
@@ -26,6 +28,9 @@
 // sessions, survives a reconnect by its position, and leaves nothing to route by or to clean up; a short request, which
 // is nearly every request, subscribes to nothing.
 //
+// Changed lists and updated resources travel between replicas on one more stream, of a session that all replicas share: one
+// commit a change, however many clients are told. See [Handler.Relay].
+//
 // Requests of the modern era (2026-07-28, without sessions) on the same URL go to the SDK's own stateless handler.
 //
 // # What changes for handlers
@@ -38,5 +43,6 @@
 //     and while a handler waits for the client, the lock is released and others run. Values read before the wait may have
 //     changed after it.
 //   - A client that disconnects does not cancel its handler (that is the protocol's rule); its notification does.
+//   - A SubscribeHandler is called once more per resource on each replica, for the replica itself ([IsRelay]).
 //   - A panic in a handler becomes an error answer, not the end of the process.
 package mcpserver

@@ -121,6 +121,11 @@ func TestN2ServerOfTheHandshakeEraOnly(t *testing.T) {
 	}
 	s := httptest.NewServer(handler)
 	defer s.Close()
+	defer func() {
+		if err := handler.Shutdown(t.Context()); err != nil {
+			t.Error(err)
+		}
+	}()
 	c := mcp.NewClient(&mcp.Implementation{Name: "c", Version: "1"}, nil)
 	session, err := c.Connect(t.Context(), &mcp.StreamableClientTransport{Endpoint: s.URL, DisableStandaloneSSE: true}, nil)
 	if err != nil {

@@ -49,6 +49,7 @@ type exchange struct {
 	resuming bool
 	deferred []func() // for when the session has been resumed
 
+	tell     []presence // once the changes are durable
 	watching bool
 	started  sync.WaitGroup // goroutines of this exchange
 	stop     context.CancelFunc
@@ -274,15 +275,40 @@ func (x *exchange) answered(m *jsonrpc.Response) {
 
 // effect puts what a call means for the session into its record.
 func (x *exchange) effect(call *exchangeCall, _ json.RawMessage) {
-	if x.session == nil || call.method != methodSetLevel {
+	if x.session == nil {
 		return
 	}
 	var params struct {
 		Level json.RawMessage `json:"level"`
+		URI   string          `json:"uri"`
 	}
-	if json.Unmarshal(call.params, &params) == nil && params.Level != nil {
+	if json.Unmarshal(call.params, &params) != nil {
+		return
+	}
+	switch {
+	case call.method == methodSetLevel && params.Level != nil:
 		x.session.setField(fieldLogLevel, params.Level)
+	case call.method == methodSubscribe && params.URI != "":
+		x.session.setField(fieldSubscription+params.URI, json.RawMessage(`true`))
+		x.tell = append(x.tell, presence{Subscribed: params.URI})
+	case call.method == methodUnsubscribe && params.URI != "":
+		x.session.setField(fieldSubscription+params.URI, nil)
+		x.tell = append(x.tell, presence{Unsubscribed: params.URI})
 	}
+}
+
+// tellStreams tells the session's open stream, and through the topic all replicas, what the client is subscribed to now.
+func (x *exchange) tellStreams() error {
+	for _, p := range x.tell {
+		if p.Subscribed != "" {
+			x.h.topic.announce(p.Subscribed)
+		}
+		if _, err := x.h.opts.Messages.Publish(x.ctx, x.session.id, presenceStream, marshal(p), client.PublishOptions{TTL: x.h.opts.messageTTL()}); err != nil {
+			return err
+		}
+	}
+	x.tell = nil
+	return nil
 }
 
 // commit makes the request's changes durable.
@@ -297,7 +323,10 @@ func (x *exchange) commit(last bool) error {
 	if last {
 		x.stopLockTimer()
 	}
-	return err
+	if err != nil {
+		return err
+	}
+	return x.tellStreams()
 }
 
 // finish answers what is not answered yet, once what the request did is durable (F15).
@@ -390,13 +419,11 @@ func (x *exchange) touch() {
 // notice handles a notification from the server.
 func (x *exchange) notice(ctx context.Context, m *jsonrpc.Request) {
 	own := exchangeOf(ctx) == x
-	switch m.Method {
-	case notifyToolsList, notifyPromptsList, notifyResourcesList, notifyResourceUpdate:
-		// The SDK sends these to every connected session; a POST's stream is not where they belong.
-		if !own {
-			return
-		}
-	case notifyCancelled:
+	switch {
+	case isChange(m.Method) && !own:
+		// The SDK tells every connected session. This one's client is told by its standalone stream.
+		return
+	case m.Method == notifyCancelled:
 		x.withdraw(m)
 		return
 	}
@@ -408,8 +435,7 @@ func (x *exchange) notice(ctx context.Context, m *jsonrpc.Request) {
 	if x.session == nil || m.Method == "notifications/progress" {
 		return
 	}
-	ttl := min(x.h.opts.SessionTTL, client.MaxMessageTTL)
-	if _, err := x.h.opts.Messages.Publish(x.ctx, x.session.id, standaloneStream, data, client.PublishOptions{TTL: ttl}); err != nil {
+	if _, err := x.h.opts.Messages.Publish(x.ctx, x.session.id, standaloneStream, data, client.PublishOptions{TTL: x.h.opts.messageTTL()}); err != nil {
 		x.h.log.WarnContext(x.ctx, "notification not kept for the standalone stream", slog.String("method", m.Method), slog.Any("error", err))
 	}
 }

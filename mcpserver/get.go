@@ -5,138 +5,136 @@ import (
 	"crypto/rand"
 	"encoding/json"
 	"errors"
+	"iter"
 	"log/slog"
+	"maps"
 	"net/http"
+	"slices"
+	"strings"
 	"sync"
 	"time"
-
-	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
-	"github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/sessiond/sessiond/client"
 )
 
+// presenceStream of a session says where its standalone stream is, so that there is one at a time, whatever replica it is on,
+// and what the client is subscribed to changes on it.
+const presenceStream = "presence"
+
+// yieldTimeout is how long a new standalone stream waits for the older one to say how far it got. One that does not answer
+// is dead; what it may have delivered is delivered again.
+const yieldTimeout = time.Second
+
+// presence is a message of the presence stream.
+type presence struct {
+	// Open names a stream that opens, and takes over from older ones.
+	Open string `json:"open,omitempty"`
+	// Closed names a stream that has closed. It delivered the session's own messages up to Delivered, and the topic's up to
+	// Heard.
+	Closed    string `json:"closed,omitempty"`
+	Delivered uint64 `json:"delivered,omitempty"`
+	Heard     uint64 `json:"heard,omitempty"`
+	// Subscribed and Unsubscribed are resources.
+	Subscribed   string `json:"subscribed,omitempty"`
+	Unsubscribed string `json:"unsubscribed,omitempty"`
+}
+
 // standalone is a client's open GET stream: it carries what the server has to say outside of any request.
 type standalone struct {
 	h       *Handler
-	id      string // of this stream, for takeovers
+	id      string // of this stream
 	session *session
 	w       http.ResponseWriter
 	rc      *http.ResponseController
 
-	events chan []byte // from the SDK
-	ended  chan struct{}
+	opened    uint64 // position at which this stream became the newest
+	delivered uint64 // position of the last message delivered, of the session's own
+	heard     uint64 // position up to which the topic was looked at
+	resources map[string]bool
+
+	incoming chan client.Message
+	lost     chan error // why no more come
 }
 
 // serveGET serves the standalone stream, on any replica. The newest stream of a session takes over from older ones.
 func (h *Handler) serveGET(w http.ResponseWriter, r *http.Request) {
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
-	s, messages, takeover, err := h.openStandalone(ctx, w, r)
-	if err != nil {
-		h.refuse(w, r, err, nil)
-		return
-	}
-	server := h.server(r)
-	if server == nil {
-		h.refuse(w, r, errBadRequest("no server for this request"), nil)
-		return
-	}
-	sdk, err := s.connect(ctx, server)
+	s, messages, err := h.openStandalone(ctx, w, r)
 	if err != nil {
 		h.refuse(w, r, err, nil)
 		return
 	}
 	startEvents(w)
 	s.comment()
-
-	incoming := make(chan client.Message)
-	gone := make(chan error, 1)
 	var reader sync.WaitGroup
-	reader.Go(func() {
-		for m, err := range messages {
-			if err != nil {
-				gone <- err
-				return
-			}
-			select {
-			case incoming <- m:
-			case <-s.ended:
-				return
-			}
-		}
-	})
-	s.serve(ctx, incoming, gone, takeover)
-	close(s.ended)
+	reader.Go(func() { s.read(ctx, messages) })
+	s.serve(ctx)
 	cancel()
 	reader.Wait()
-	_ = sdk.Close()
+	s.leave(context.WithoutCancel(ctx))
 }
 
-// openStandalone checks the request and subscribes. takeover is the position from which on this stream is the newest.
-func (h *Handler) openStandalone(ctx context.Context, w http.ResponseWriter, r *http.Request) (_ *standalone, messages func(func(client.Message, error) bool), takeover uint64, err error) {
+// openStandalone checks the request, subscribes, and says that this is the newest stream.
+func (h *Handler) openStandalone(ctx context.Context, w http.ResponseWriter, r *http.Request) (*standalone, iter.Seq2[client.Message, error], error) {
 	if _, streamOK := accepts(r.Header.Values("Accept")); !streamOK {
-		return nil, nil, 0, errAccept("text/event-stream")
+		return nil, nil, errAccept("text/event-stream")
 	}
 	id, err := h.existing(r)
 	if err != nil {
-		return nil, nil, 0, err
+		return nil, nil, err
 	}
 	if r.Header.Get(headerEventID) != "" {
-		return nil, nil, 0, errBadRequest("%s: this server sends no event ids, so there is no stream to resume", headerEventID)
+		return nil, nil, errBadRequest("%s: this server sends no event ids, so there is no stream to resume", headerEventID)
+	}
+	if h.server(r) == nil {
+		return nil, nil, errBadRequest("no server for this request")
 	}
 	sess, err := h.open(ctx, id, userOf(ctx), false)
 	if err != nil {
-		return nil, nil, 0, err
+		return nil, nil, err
 	}
 	s := &standalone{
-		h: h, id: rand.Text(), session: sess, w: w, rc: http.NewResponseController(w),
-		events: make(chan []byte), ended: make(chan struct{}),
+		h: h, id: rand.Text(), session: sess, w: w, rc: http.NewResponseController(w), resources: sess.subscriptions(),
+		incoming: make(chan client.Message), lost: make(chan error, 1),
 	}
-	// What is stored of the standalone stream is due; of the control stream only what comes from now on.
-	if messages, err = h.opts.Messages.Subscribe(ctx, id, 0, standaloneStream, controlStream); err != nil {
-		return nil, nil, 0, err
+	messages, err := h.opts.Messages.Subscribe(ctx, id, 0, standaloneStream, presenceStream)
+	if err != nil {
+		return nil, nil, err
 	}
-	takeover, err = h.opts.Messages.Publish(ctx, id, controlStream, marshal(control{Takeover: s.id}), client.PublishOptions{TTL: time.Minute})
-	return s, messages, takeover, err
+	s.opened, err = h.opts.Messages.Publish(ctx, id, presenceStream, marshal(presence{Open: s.id}), client.PublishOptions{TTL: h.opts.messageTTL()})
+	return s, messages, err
 }
 
-// connect makes the stream a session of the SDK, which hears of changed lists and resources on this replica.
-func (s *standalone) connect(ctx context.Context, server *mcp.Server) (*mcp.ServerSession, error) {
-	state, err := s.session.rec.state()
-	if err != nil {
-		return nil, err
-	}
-	var c *conn
-	c = newConn(s.session.id, nil, func(_ context.Context, m jsonrpc.Message) error {
-		request, ok := m.(*jsonrpc.Request)
-		if !ok {
-			return nil
-		}
-		if request.IsCall() {
-			// The SDK's keep-alive: the stream's comments do what it is for. Nothing else asks here.
-			c.feed(&jsonrpc.Response{ID: request.ID, Result: json.RawMessage(`{}`)})
-			return nil
+// read hands on messages until ctx ends.
+func (s *standalone) read(ctx context.Context, messages iter.Seq2[client.Message, error]) {
+	for m, err := range messages {
+		if err != nil {
+			s.lost <- err
+			return
 		}
 		select {
-		case s.events <- encodeRequest("", request.Method, request.Params):
-			return nil
-		case <-s.ended:
-			return errConnClosed
+		case s.incoming <- m:
+		case <-ctx.Done():
+			return
 		}
-	})
-	// The stream's end closes the connection, so that the SDK does not wait for answers that never come.
-	context.AfterFunc(ctx, func() { _ = c.Close() })
-	return server.Connect(context.WithoutCancel(ctx), c, &mcp.ServerSessionOptions{State: state})
+	}
 }
 
 // serve writes the stream until the client leaves, a newer stream takes over, the session ends or the server drains.
-func (s *standalone) serve(ctx context.Context, incoming <-chan client.Message, gone <-chan error, takeover uint64) {
+func (s *standalone) serve(ctx context.Context) {
+	listener, leave := s.h.topic.listen()
+	defer leave()
+	stored, ok := s.takeOver(ctx)
+	for _, m := range stored {
+		ok = ok && s.deliver(ctx, m)
+	}
+	s.h.topic.announce(slices.Collect(maps.Keys(s.resources))...)
 	comment := time.NewTicker(commentEvery)
 	defer comment.Stop()
 	touch := time.NewTicker(s.h.opts.touchInterval())
 	defer touch.Stop()
-	for {
+	for ok && s.changes(0) {
 		select {
 		case <-ctx.Done():
 			return
@@ -144,50 +142,166 @@ func (s *standalone) serve(ctx context.Context, incoming <-chan client.Message, 
 			// Come back at once: the balancer knows another replica.
 			_ = writeOut(s.w, s.rc, []byte("retry: 100\n\n"))
 			return
-		case err := <-gone:
-			if !errors.Is(err, client.ErrSessionNotFound) && ctx.Err() == nil {
-				s.h.log.ErrorContext(ctx, "subscription of a standalone stream failed", slog.Any("error", err))
-			}
+		case err := <-s.lost:
+			s.reportLost(ctx, err)
 			return
-		case data := <-s.events:
-			if !s.event(data) {
-				return
-			}
-		case m := <-incoming:
-			if m.Stream == controlStream {
-				if s.superseded(m, takeover) {
-					return
-				}
+		case m := <-s.incoming:
+			ok = s.deliver(ctx, m)
+		case <-listener.wake:
+		case <-comment.C:
+			ok = s.comment()
+		case <-touch.C:
+			s.touch(ctx)
+		}
+	}
+}
+
+// takeOver reads what is stored up to this stream's own beginning, learns from the stream before it how far that got, and
+// returns the messages that are left to deliver.
+func (s *standalone) takeOver(ctx context.Context) (stored []client.Message, ok bool) {
+	var before presence
+	timeout := time.NewTimer(time.Hour)
+	defer timeout.Stop()
+	s.heard = s.session.since()
+	for begun := false; ; {
+		select {
+		case <-ctx.Done():
+			return nil, false
+		case <-s.h.draining:
+			return nil, true // serve sees it too
+		case err := <-s.lost:
+			s.reportLost(ctx, err)
+			return nil, false
+		case <-timeout.C:
+			return stored, true
+		case m := <-s.incoming:
+			if m.Stream == standaloneStream {
+				stored = append(stored, m)
 				continue
 			}
-			if !s.event(m.Payload) {
-				return
+			var p presence
+			if err := json.Unmarshal(m.Payload, &p); err != nil {
+				s.h.log.ErrorContext(ctx, "message of a session's presence stream cannot be read", slog.Any("error", err))
+				continue
 			}
-			if err := s.h.opts.Messages.Trim(ctx, s.session.id, standaloneStream, m.Position); err != nil && ctx.Err() == nil {
-				s.h.log.WarnContext(ctx, "delivered notification not removed, it may be delivered again", slog.Any("error", err))
+			switch {
+			case p.Open == s.id:
+				begun = true
+				timeout.Reset(yieldTimeout)
+			case p.Open != "" && begun:
+				return nil, false // superseded already
+			case p.Open != "" || p.Closed != "" && (before.Open == "" || before.Open == p.Closed):
+				before = p
+			default:
+				s.subscription(m.Position, p)
 			}
-		case <-comment.C:
-			if !s.comment() {
-				return
-			}
-		case <-touch.C:
-			if _, err := s.session.store.Touch(ctx, s.session.id); err != nil && ctx.Err() == nil && !errors.Is(err, client.ErrSessionNotFound) {
-				s.h.log.WarnContext(ctx, "cannot keep the session of an open stream alive, trying again", slog.Any("error", err))
+			if begun && before.Open == "" {
+				if before.Closed != "" {
+					s.heard = before.Heard
+				}
+				return slices.DeleteFunc(stored, func(m client.Message) bool { return m.Position <= before.Delivered }), true
 			}
 		}
 	}
 }
 
-// superseded tells whether a control message says that a newer stream has taken over.
-func (s *standalone) superseded(m client.Message, takeover uint64) bool {
-	var c control
-	return m.Position > takeover && json.Unmarshal(m.Payload, &c) == nil && c.Takeover != "" && c.Takeover != s.id
+// deliver handles a message; false ends the stream.
+func (s *standalone) deliver(ctx context.Context, m client.Message) bool {
+	if m.Stream == standaloneStream {
+		if writeEvent(s.w, s.rc, m.Payload) != nil {
+			return false
+		}
+		s.delivered = m.Position
+		if err := s.h.opts.Messages.Trim(ctx, s.session.id, standaloneStream, m.Position); err != nil && ctx.Err() == nil {
+			s.h.log.WarnContext(ctx, "delivered notification not removed, it may be delivered again", slog.Any("error", err))
+		}
+		return true
+	}
+	var p presence
+	if err := json.Unmarshal(m.Payload, &p); err != nil {
+		s.h.log.ErrorContext(ctx, "message of a session's presence stream cannot be read", slog.Any("error", err))
+		return true
+	}
+	if p.Open != "" && m.Position > s.opened {
+		// What happened before the newer stream opened is for this one to tell.
+		s.changes(m.Position)
+		return false
+	}
+	s.subscription(m.Position, p)
+	return true
 }
 
-func (s *standalone) event(data []byte) bool {
-	return writeEvent(s.w, s.rc, data) == nil
+// subscription follows what the client subscribes to while the stream is open.
+func (s *standalone) subscription(position uint64, p presence) {
+	switch {
+	case position <= s.session.position: // part of the record that was read
+	case p.Subscribed != "":
+		s.resources[p.Subscribed] = true
+	case p.Unsubscribed != "":
+		delete(s.resources, p.Unsubscribed)
+	}
 }
 
-func (s *standalone) comment() bool {
-	return writeComment(s.w, s.rc) == nil
+// changes tells the client of the topic's events that concern it, before a position if that is not 0.
+func (s *standalone) changes(before uint64) bool {
+	events, heard := s.h.topic.after(s.heard, func(e topicEvent) bool {
+		return (before == 0 || e.position < before) && (e.Method != notifyResourceUpdate || s.resources[e.uri])
+	})
+	s.heard = max(s.heard, heard)
+	for _, e := range events {
+		if writeEvent(s.w, s.rc, encodeRequest("", e.Method, e.Params)) != nil {
+			return false
+		}
+	}
+	return true
+}
+
+// leave says how far the stream got, for the next one, and removes what was said before this stream opened. What was said
+// since stays: a newer stream may not have read it yet.
+func (s *standalone) leave(ctx context.Context) {
+	_, err := s.h.opts.Messages.Publish(ctx, s.session.id, presenceStream,
+		marshal(presence{Closed: s.id, Delivered: s.delivered, Heard: s.heard}), client.PublishOptions{TTL: s.h.opts.messageTTL()})
+	if err == nil {
+		err = s.h.opts.Messages.Trim(ctx, s.session.id, presenceStream, s.opened-1)
+	}
+	if err != nil && !errors.Is(err, client.ErrSessionNotFound) {
+		s.h.log.WarnContext(ctx, "end of a standalone stream not noted, the next one may repeat notifications", slog.Any("error", err))
+	}
+}
+
+func (s *standalone) touch(ctx context.Context) {
+	if _, err := s.session.store.Touch(ctx, s.session.id); err != nil && ctx.Err() == nil && !errors.Is(err, client.ErrSessionNotFound) {
+		s.h.log.WarnContext(ctx, "cannot keep the session of an open stream alive, trying again", slog.Any("error", err))
+	}
+	s.h.topic.announce(slices.Collect(maps.Keys(s.resources))...)
+}
+
+func (s *standalone) reportLost(ctx context.Context, err error) {
+	if !errors.Is(err, client.ErrSessionNotFound) && ctx.Err() == nil {
+		s.h.log.ErrorContext(ctx, "subscription of a standalone stream failed", slog.Any("error", err))
+	}
+}
+
+func (s *standalone) comment() bool { return writeComment(s.w, s.rc) == nil }
+
+// subscriptions are the resources that the session is subscribed to.
+func (s *session) subscriptions() map[string]bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	uris := map[string]bool{}
+	for field := range s.rec.fields {
+		if uri, ok := strings.CutPrefix(field, fieldSubscription); ok {
+			uris[uri] = true
+		}
+	}
+	return uris
+}
+
+// since is the topic's position when the session began: what happened before does not concern it.
+func (s *session) since() uint64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var position uint64
+	_ = json.Unmarshal(s.rec.fields[fieldSince], &position)
+	return position
 }

@@ -20,6 +20,8 @@ import (
 	"github.com/modelcontextprotocol/go-sdk/auth"
 	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
 	"github.com/modelcontextprotocol/go-sdk/mcp"
+
+	"github.com/sessiond/sessiond/client"
 )
 
 // The defaults of [Options].
@@ -29,6 +31,7 @@ const (
 	DefaultLockTTL      = 300 * time.Second
 	DefaultAskTimeout   = 120 * time.Second
 	DefaultMaxBodyBytes = 4 << 20
+	DefaultTopic        = "mcpserver.topic"
 )
 
 // The limits of the durations in [Options].
@@ -73,6 +76,10 @@ type Options struct {
 	// MaxBodyBytes limits a request's body. Default: [DefaultMaxBodyBytes], which is also the most that sessiond carries
 	// in one message.
 	MaxBodyBytes int64
+	// Topic is the id of the session through which replicas tell each other of changed lists and updated resources. Those
+	// of one application must have the same, and applications that share a sessiond had better have different ones.
+	// Default: [DefaultTopic].
+	Topic string
 	// AllowedOrigins are the values of the Origin header served beside the server's own ("https://app.example.com"). A
 	// request with any other is refused (403): browsers send it, and a foreign page must not use its visitor's server.
 	AllowedOrigins []string
@@ -112,6 +119,12 @@ func (o *Options) complete() error {
 			errs = append(errs, fmt.Errorf("%s is %s, want %s to %s", d.name, *d.value, d.least, d.max))
 		}
 	}
+	if o.Topic == "" {
+		o.Topic = DefaultTopic
+	}
+	if len(o.Topic) > 128 || strings.ContainsFunc(o.Topic, func(c rune) bool { return c < 0x21 || c > 0x7e }) {
+		errs = append(errs, fmt.Errorf("%s is %q, want 1 to 128 visible ASCII characters", "Topic", o.Topic))
+	}
 	if o.MaxBodyBytes == 0 {
 		o.MaxBodyBytes = DefaultMaxBodyBytes
 	}
@@ -132,6 +145,9 @@ func (o *Options) complete() error {
 // touchInterval is how often what runs long keeps its session alive (S1).
 func (o *Options) touchInterval() time.Duration { return max(o.SessionTTL/3, 100*time.Millisecond) }
 
+// messageTTL is how long what is due to a client is kept for it.
+func (o *Options) messageTTL() time.Duration { return min(o.SessionTTL, client.MaxMessageTTL) }
+
 // Handler serves MCP over Streamable HTTP, both eras on one URL. It keeps no session; any number of them, in any
 // processes, may serve the same sessions. It is safe for concurrent use.
 type Handler struct {
@@ -139,6 +155,7 @@ type Handler struct {
 	opts   Options
 	log    *slog.Logger
 	modern http.Handler
+	topic  *topic
 
 	running  sync.WaitGroup  // requests, and what runs on after them
 	force    context.Context //nolint:containedctx // Ends when what still runs is to be cut short.
@@ -146,8 +163,8 @@ type Handler struct {
 	draining chan struct{}
 
 	mu           sync.Mutex
-	drained      bool // no more is added to running from outside
-	instrumented map[weak.Pointer[mcp.Server]]struct{}
+	drained      bool                             // no more is added to running from outside
+	instrumented map[weak.Pointer[mcp.Server]]int // how often the server was met, up to 2
 }
 
 // NewHandler returns a handler in place of mcp.NewStreamableHTTPHandler. getServer returns the server for a request; it may
@@ -156,7 +173,7 @@ type Handler struct {
 func NewHandler(getServer func(*http.Request) *mcp.Server, opts *Options) (*Handler, error) {
 	h := &Handler{
 		draining:     make(chan struct{}),
-		instrumented: map[weak.Pointer[mcp.Server]]struct{}{},
+		instrumented: map[weak.Pointer[mcp.Server]]int{},
 	}
 	if opts != nil {
 		h.opts = *opts
@@ -169,6 +186,7 @@ func NewHandler(getServer func(*http.Request) *mcp.Server, opts *Options) (*Hand
 		return nil, fmt.Errorf("mcpserver: %w", err)
 	}
 	h.log = h.opts.Logger
+	h.topic = newTopic(h)
 	h.force, h.cut = context.WithCancel(context.Background())
 	h.server = func(r *http.Request) *mcp.Server {
 		server := getServer(r)
@@ -216,14 +234,15 @@ func (h *Handler) Shutdown(ctx context.Context) error {
 		h.running.Wait()
 		close(done)
 	}()
+	var err error
 	select {
 	case <-done:
-		h.cut()
-		return nil
 	case <-ctx.Done():
-		h.cut()
-		return ctx.Err()
+		err = ctx.Err()
 	}
+	h.cut()
+	h.topic.end()
+	return err
 }
 
 // ServeHTTP serves one request.
@@ -331,22 +350,35 @@ func userOf(ctx context.Context) identity {
 	return user
 }
 
-// instrument puts our middleware around a server's handlers, once.
+// instrument puts our middleware around a server's handlers, once. A server that is met again has come to stay (getServer
+// may make one for each request), and is worth a hub.
 func (h *Handler) instrument(server *mcp.Server) {
 	key := weak.Make(server)
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if _, ok := h.instrumented[key]; ok {
-		return
+	switch h.instrumented[key] {
+	case 0:
+		h.instrumented[key] = 1
+		server.AddReceivingMiddleware(h.receive)
+		runtime.AddCleanup(server, func(key weak.Pointer[mcp.Server]) {
+			h.mu.Lock()
+			defer h.mu.Unlock()
+			delete(h.instrumented, key)
+		}, key)
+	case 1:
+		h.instrumented[key] = 2
+		if h.opts.Store != nil && !h.drained {
+			h.topic.hear(server)
+		}
 	}
-	h.instrumented[key] = struct{}{}
-	server.AddReceivingMiddleware(h.receive)
-	// getServer may make a server for each request.
-	runtime.AddCleanup(server, func(key weak.Pointer[mcp.Server]) {
-		h.mu.Lock()
-		defer h.mu.Unlock()
-		delete(h.instrumented, key)
-	}, key)
+}
+
+// Relay has what changes on the server told to the clients of all replicas from now on. A server that the handler has met
+// in two requests needs no call; one that changes before that does, such as that of a replica that has just started. It may
+// be called more than once. The server is kept for the life of the handler.
+func (h *Handler) Relay(server *mcp.Server) {
+	h.instrument(server)
+	h.instrument(server)
 }
 
 // receive runs around every handler: it ends the handler's context with its exchange, and turns a panic into an error.

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/modelcontextprotocol/go-sdk/mcp"
 	"go.uber.org/goleak"
@@ -28,6 +29,8 @@ type replicas struct {
 	store    *memory
 	servers  []*httptest.Server
 	handlers []*mcpserver.Handler
+	mcp      []*mcp.Server
+	heard    []*subscribers
 	logs     *logs
 	next     int
 }
@@ -54,11 +57,55 @@ type numberInput struct {
 	By int `json:"by,omitempty"`
 }
 
+// subscribers counts who is subscribed to what on one replica, the replica itself included.
+type subscribers struct {
+	mu     sync.Mutex
+	relays map[string]int
+}
+
+func (s *subscribers) add(ctx context.Context, uri string, n int) {
+	if mcpserver.IsRelay(ctx) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.relays[uri] += n
+	}
+}
+
+// subscribers is how many subscriptions a replica has of its own.
+func (r *replicas) subscribers(replica int, uri string) int {
+	s := r.heard[replica]
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.relays[uri]
+}
+
+// eventually waits for what another goroutine is about to do.
+func (r *replicas) eventually(done func() bool) {
+	r.t.Helper()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	limit := time.NewTimer(10 * time.Second)
+	defer limit.Stop()
+	for !done() {
+		select {
+		case <-tick.C:
+		case <-limit.C:
+			r.t.Fatal("it does not happen")
+		}
+	}
+}
+
 // testServer has the tools that tests of the transport need.
-func testServer() *mcp.Server {
+func testServer(heard *subscribers) *mcp.Server {
 	server := mcp.NewServer(&mcp.Implementation{Name: "test", Version: "1"}, &mcp.ServerOptions{
-		SubscribeHandler:   func(context.Context, *mcp.SubscribeRequest) error { return nil },
-		UnsubscribeHandler: func(context.Context, *mcp.UnsubscribeRequest) error { return nil },
+		SubscribeHandler: func(ctx context.Context, req *mcp.SubscribeRequest) error {
+			heard.add(ctx, req.Params.URI, 1)
+			return nil
+		},
+		UnsubscribeHandler: func(ctx context.Context, req *mcp.UnsubscribeRequest) error {
+			heard.add(ctx, req.Params.URI, -1)
+			return nil
+		},
 	})
 	answer := func(v any) (*mcp.CallToolResult, any, error) {
 		data, err := json.Marshal(v)
@@ -162,11 +209,14 @@ func newReplicas(t *testing.T, n int, edit func(*mcpserver.Options)) *replicas {
 		if edit != nil {
 			edit(opts)
 		}
-		server := testServer()
+		heard := &subscribers{relays: map[string]int{}}
+		server := testServer(heard)
 		handler, err := mcpserver.NewHandler(func(*http.Request) *mcp.Server { return server }, opts)
 		if err != nil {
 			t.Fatal(err)
 		}
+		handler.Relay(server)
+		r.mcp, r.heard = append(r.mcp, server), append(r.heard, heard)
 		s := httptest.NewServer(handler)
 		t.Cleanup(func() {
 			ctx, cancel := context.WithCancel(t.Context())

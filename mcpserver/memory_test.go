@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/sessiond/sessiond/client"
+	"github.com/sessiond/sessiond/mcpserver"
 )
 
 // memory is a store, lock and messages in the test's process, with the contract of sessiond and time that a synctest
@@ -308,7 +309,11 @@ func (m *memory) setDown(down bool) {
 func (m *memory) count() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return len(m.sessions)
+	n := len(m.sessions)
+	if m.sessions[mcpserver.DefaultTopic] != nil {
+		n-- // the replicas' own
+	}
+	return n
 }
 
 func (m *memory) lockCount() int {

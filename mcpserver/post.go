@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"maps"
 	"mime"
 	"net/http"
 	"slices"
@@ -72,6 +73,10 @@ func (h *Handler) servePOST(w http.ResponseWriter, r *http.Request) {
 	}
 	if in.isModern() {
 		r.Body = io.NopCloser(bytes.NewReader(body))
+		if m := in.single(methodListen); m != nil && m.isCall() && h.opts.Store != nil && h.server(r) != nil {
+			h.serveListen(w, r, m)
+			return
+		}
 		h.modern.ServeHTTP(w, r)
 		return
 	}
@@ -209,7 +214,7 @@ func (h *Handler) createSession(ctx context.Context, w http.ResponseWriter, m *m
 	if err := json.Unmarshal(x.order[0].body, &answer); err != nil || answer.Result == nil {
 		return nil
 	}
-	rec, err := newRecord(m.params, answer.Result.ProtocolVersion, user)
+	rec, err := newRecord(m.params, answer.Result.ProtocolVersion, user, h.topic.now())
 	if err != nil {
 		return err
 	}
@@ -241,6 +246,9 @@ func (h *Handler) serveSession(w http.ResponseWriter, r *http.Request, server *m
 		return err
 	}
 	rest, err := h.passOn(ctx, sess, in)
+	if sess.touchDue {
+		h.topic.announce(slices.Collect(maps.Keys(sess.subscriptions()))...)
+	}
 	if err == nil && len(rest) == 0 {
 		err = sess.save(ctx, true)
 	}

@@ -21,6 +21,12 @@ const (
 	fieldLogLevel    = "logLevel"
 	fieldUser        = "user"
 	fieldValues      = "values"
+	fieldSince       = "since" // position of the topic when the session began
+	// fieldSubscription and a URI: a resource that the client is subscribed to. Each has a field of its own, so that
+	// those subscribed to at the same time are all kept.
+	fieldSubscription = "subscription/"
+	// fieldTopic marks the record of the topic's session, which is no client's.
+	fieldTopic = "topic"
 )
 
 // record is a session as it is stored: a JSON object.
@@ -35,9 +41,9 @@ type identity struct {
 	Subject string `json:"sub,omitempty"`
 }
 
-func newRecord(initialize json.RawMessage, revision string, user identity) (*record, error) {
+func newRecord(initialize json.RawMessage, revision string, user identity, since uint64) (*record, error) {
 	r := &record{fields: map[string]json.RawMessage{fieldInitialize: initialize}, values: map[string]json.RawMessage{}}
-	for field, value := range map[string]any{fieldFormat: recordFormat, fieldRevision: revision, fieldUser: user} {
+	for field, value := range map[string]any{fieldFormat: recordFormat, fieldRevision: revision, fieldUser: user, fieldSince: since} {
 		if err := r.set(field, value); err != nil {
 			return nil, err
 		}

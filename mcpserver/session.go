@@ -75,7 +75,7 @@ func (s *session) load(stored client.Session, user identity) error {
 	if err != nil {
 		return err
 	}
-	if rec.user() != user {
+	if _, topic := rec.fields[fieldTopic]; topic || rec.user() != user {
 		return client.ErrSessionNotFound
 	}
 	s.take(stored, rec)
@@ -93,24 +93,30 @@ func (s *session) take(stored client.Session, rec *record) {
 }
 
 func apply(rec *record, fields, values map[string]json.RawMessage) {
-	maps.Copy(rec.fields, fields)
-	for key, value := range values {
+	merge(rec.fields, fields)
+	merge(rec.values, values)
+}
+
+// merge applies changes to a map; nil deletes.
+func merge(to, changes map[string]json.RawMessage) {
+	for key, value := range changes {
 		if value == nil {
-			delete(rec.values, key)
+			delete(to, key)
 		} else {
-			rec.values[key] = value
+			to[key] = value
 		}
 	}
 }
 
-// setField changes one of the record's own fields.
+// setField changes one of the record's own fields; nil removes it.
 func (s *session) setField(field string, value json.RawMessage) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.fields == nil {
 		s.fields = map[string]json.RawMessage{}
 	}
-	s.fields[field], s.rec.fields[field] = value, value
+	s.fields[field] = value
+	apply(s.rec, map[string]json.RawMessage{field: value}, nil)
 }
 
 // changes takes out what is to be saved, with the whole record as it is to be.
@@ -178,7 +184,7 @@ func (s *session) save(ctx context.Context, release bool) error {
 		s.touchDue = false
 		return nil
 	}
-	if err := s.merge(ctx, fields, values, data, opts); err != nil {
+	if err := s.swap(ctx, fields, values, data, opts); err != nil {
 		s.putBack(fields, values)
 		return err
 	}
@@ -186,8 +192,8 @@ func (s *session) save(ctx context.Context, release bool) error {
 	return nil
 }
 
-// merge saves with compare-and-swap, and on a mismatch puts the same changes on what others have saved (F3).
-func (s *session) merge(ctx context.Context, fields, values map[string]json.RawMessage, data []byte, opts client.SaveOptions) error {
+// swap saves with compare-and-swap, and on a mismatch puts the same changes on what others have saved (F3).
+func (s *session) swap(ctx context.Context, fields, values map[string]json.RawMessage, data []byte, opts client.SaveOptions) error {
 	for {
 		opts.ExpectedRevision = s.revision
 		revision, err := s.store.Save(ctx, s.id, data, opts)

@@ -64,7 +64,7 @@ func newBubble(t *testing.T, edit func(*mcpserver.Options)) *bubble {
 	b := &bubble{t: t, store: newMemory()}
 	opts := &mcpserver.Options{Store: b.store}
 	edit(opts)
-	server := testServer()
+	server := testServer(&subscribers{relays: map[string]int{}})
 	handler, err := mcpserver.NewHandler(func(*http.Request) *mcp.Server { return server }, opts)
 	if err != nil {
 		t.Fatal(err)
@@ -143,11 +143,13 @@ func TestF19S1LongCall(t *testing.T) {
 				b := newBubble(t, func(o *mcpserver.Options) { mode(o); o.SessionTTL = time.Minute; o.LockTTL = 310 * time.Second })
 				id := b.open()
 				began := time.Now()
-				go func() {
+				var cancelled sync.WaitGroup
+				cancelled.Go(func() {
 					time.Sleep(300 * time.Second)
 					_ = b.send(http.MethodPost, id, cancelBody("1")).Body.Close()
-				}()
+				})
 				n, rest := comments(t, b.send(http.MethodPost, id, call("1", "wait", `{}`)))
+				cancelled.Wait()
 				if took := time.Since(began).Round(time.Second); took != 300*time.Second {
 					t.Errorf("took %s: %s", took, rest)
 				}
@@ -174,16 +176,18 @@ func TestS1OpenStream(t *testing.T) {
 		id := b.open()
 		resp := b.send(http.MethodGet, id, "")
 		position := b.store.now()
-		go func() {
+		var deleted sync.WaitGroup
+		deleted.Go(func() {
 			time.Sleep(300 * time.Second)
+			if writes := b.store.now() - position; writes > 31 {
+				t.Errorf("%d writes in 300 s", writes)
+			}
 			_ = b.send(http.MethodDelete, id, "").Body.Close()
-		}()
+		})
 		if n, _ := comments(t, resp); n < 25 {
 			t.Errorf("%d comments in 300 s", n)
 		}
-		if writes := b.store.now() - position; writes > 31 {
-			t.Errorf("%d writes in 300 s", writes)
-		}
+		deleted.Wait()
 		b.stop()
 	})
 }

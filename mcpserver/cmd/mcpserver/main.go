@@ -119,6 +119,7 @@ func serve(ctx context.Context, c config, logger *slog.Logger) (err error) {
 	if err != nil {
 		return fmt.Errorf("%w: %w", errUsage, err)
 	}
+	handler.Relay(server)
 	return listenAndDrain(ctx, c, logger, listener, handler)
 }
 

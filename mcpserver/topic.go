@@ -1,0 +1,402 @@
+package mcpserver
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
+	"github.com/modelcontextprotocol/go-sdk/mcp"
+
+	"github.com/sessiond/sessiond/client"
+)
+
+// The streams of the topic.
+const (
+	eventStream = "events" // what changed
+	uriStream   = "uris"   // which resources anyone is subscribed to
+)
+
+const (
+	// eventTTL is how long a change can still be told to a client that had no stream open, or a replica that was cut off.
+	eventTTL = 5 * time.Minute
+	// maxEvents bounds the changes that a replica remembers, and those that wait for the store.
+	maxEvents = 4096
+	// topicTTL is that of the topic's session, which replicas keep alive.
+	topicTTL   = time.Hour
+	topicRetry = 500 * time.Millisecond
+)
+
+// topicData is the record of the topic's session. It is no client's: see [session.load].
+var topicData = json.RawMessage(`{"format":1,"topic":true}`)
+
+// topic carries what concerns many sessions from the replica where it happens to those where the sessions' streams are:
+// changed lists and updated resources (F12). It is a session of its own in the store, shared by all replicas, and costs
+// one commit a change, however many clients are told.
+//
+// The SDK tells these changes to the sessions that are connected to the server at that moment. So on each replica one
+// session of ours, the hub, stays connected, hears them, and publishes them; streams listen to the topic alone, and get
+// each change once, whether it happened here or elsewhere. For the hub to hear of a resource it must be subscribed to it,
+// and so each replica learns through the topic which resources anyone is subscribed to.
+type topic struct {
+	h       *Handler
+	start   sync.Once
+	running sync.WaitGroup
+	ctx     context.Context //nolint:containedctx // Ends when the handler is shut down.
+	stop    context.CancelFunc
+	out     chan topicMessage
+
+	mu        sync.Mutex
+	position  uint64 // everything up to it is in events, or too old
+	events    []topicEvent
+	uris      map[string]time.Time // until when they are announced
+	listeners map[*topicListener]struct{}
+	hubs      []*hub
+}
+
+// topicEvent is a notification for the clients that want it.
+type topicEvent struct {
+	position uint64
+	Method   string          `json:"method"`
+	Params   json.RawMessage `json:"params,omitempty"`
+	uri      string          // of an updated resource
+}
+
+type topicMessage struct {
+	stream  string
+	payload []byte
+	ttl     time.Duration
+}
+
+// topicListener is woken when there are new events.
+type topicListener struct{ wake chan struct{} }
+
+func newTopic(h *Handler) *topic {
+	t := &topic{
+		h:         h,
+		out:       make(chan topicMessage, maxEvents),
+		uris:      map[string]time.Time{},
+		listeners: map[*topicListener]struct{}{},
+	}
+	t.ctx, t.stop = context.WithCancel(context.Background())
+	return t
+}
+
+// begin starts the topic's goroutines, once somebody needs it.
+func (t *topic) begin() {
+	t.start.Do(func() {
+		t.running.Go(t.receive)
+		t.running.Go(t.send)
+	})
+}
+
+// end stops everything and waits for it.
+func (t *topic) end() {
+	t.stop()
+	t.start.Do(func() {}) // nothing begins after this
+	t.running.Wait()
+	t.mu.Lock()
+	hubs := t.hubs
+	t.hubs = nil
+	t.mu.Unlock()
+	for _, hub := range hubs {
+		hub.close()
+	}
+}
+
+// receive keeps the topic's session alive and takes in what is published to it.
+func (t *topic) receive() {
+	for t.ctx.Err() == nil {
+		err := t.subscription()
+		if t.ctx.Err() == nil {
+			if !errors.Is(err, client.ErrSessionNotFound) {
+				t.h.log.WarnContext(t.ctx, "changes on other replicas are not heard, trying again", slog.Any("error", err))
+			}
+			t.pause(topicRetry)
+		}
+	}
+}
+
+func (t *topic) pause(d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-t.ctx.Done():
+	}
+}
+
+// subscription lasts until the session is gone or ctx ends; breaks are the client's to mend.
+func (t *topic) subscription() error {
+	if err := t.exist(); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(t.ctx)
+	defer cancel()
+	t.mu.Lock()
+	position := t.position
+	t.mu.Unlock()
+	messages, err := t.h.opts.Messages.Subscribe(ctx, t.h.opts.Topic, position, eventStream, uriStream)
+	if err != nil {
+		return err
+	}
+	touched := make(chan struct{})
+	go func() {
+		defer close(touched)
+		tick := time.NewTicker(topicTTL / 3)
+		defer tick.Stop()
+		for {
+			select {
+			case <-tick.C:
+				// One that fails is made good by the next, or by making the session anew.
+				_, _ = t.h.opts.Store.Touch(ctx, t.h.opts.Topic)
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+	defer func() { cancel(); <-touched }()
+	for m, err := range messages {
+		if err != nil {
+			return err
+		}
+		t.take(m)
+	}
+	return t.ctx.Err()
+}
+
+// exist makes the topic's session, if no other replica has.
+func (t *topic) exist() error {
+	_, err := t.h.opts.Store.Create(t.ctx, topicData, client.CreateOptions{ID: t.h.opts.Topic, TTL: topicTTL})
+	if errors.Is(err, client.ErrSessionExists) {
+		return nil
+	}
+	return err
+}
+
+func (t *topic) take(m client.Message) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.position = max(t.position, m.Position)
+	if m.Stream == uriStream {
+		t.announced(string(m.Payload))
+		return
+	}
+	e := topicEvent{position: m.Position}
+	if err := json.Unmarshal(m.Payload, &e); err != nil {
+		t.h.log.ErrorContext(t.ctx, "message of the topic cannot be read", slog.Any("error", err))
+		return
+	}
+	e.uri = uriOf(e.Params)
+	if len(t.events) == maxEvents {
+		t.events = slices.Delete(t.events, 0, maxEvents/4)
+	}
+	t.events = append(t.events, e)
+	for l := range t.listeners {
+		select {
+		case l.wake <- struct{}{}:
+		default:
+		}
+	}
+}
+
+func uriOf(params json.RawMessage) string {
+	var p struct {
+		URI string `json:"uri"`
+	}
+	// Params without one are those of other methods.
+	_ = json.Unmarshal(params, &p)
+	return p.URI
+}
+
+// send publishes what this replica has to tell, in order, for as long as it takes.
+func (t *topic) send() {
+	for {
+		select {
+		case m := <-t.out:
+			for t.ctx.Err() == nil {
+				_, err := t.h.opts.Messages.Publish(t.ctx, t.h.opts.Topic, m.stream, m.payload, client.PublishOptions{TTL: m.ttl})
+				switch {
+				case err == nil:
+				case errors.Is(err, client.ErrTooManyMessages), errors.Is(err, client.ErrMessageTooLarge), errors.Is(err, client.ErrInvalidArgument):
+					t.h.log.ErrorContext(t.ctx, "change not told to other replicas", slog.Any("error", err))
+				case errors.Is(err, client.ErrSessionNotFound):
+					_ = t.exist()
+					continue
+				default:
+					t.pause(topicRetry)
+					continue
+				}
+				break
+			}
+		case <-t.ctx.Done():
+			return
+		}
+	}
+}
+
+// publish queues a message. It never waits: the SDK calls it while it holds up others.
+func (t *topic) publish(m topicMessage) {
+	t.begin()
+	select {
+	case t.out <- m:
+	default:
+		t.h.log.Error("change not told to other replicas: too many wait for the store")
+	}
+}
+
+// listen registers a listener, which has to leave.
+func (t *topic) listen() (l *topicListener, leave func()) {
+	t.begin()
+	l = &topicListener{wake: make(chan struct{}, 1)}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.listeners[l] = struct{}{}
+	return l, func() {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		delete(t.listeners, l)
+	}
+}
+
+// after returns the events after a position that are wanted, each list change once, and the position to go on from.
+func (t *topic) after(position uint64, want func(topicEvent) bool) ([]topicEvent, uint64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	i, _ := slices.BinarySearchFunc(t.events, position+1, func(e topicEvent, p uint64) int { return int(int64(e.position - p)) })
+	var found []topicEvent
+	for _, e := range t.events[i:] {
+		position = e.position
+		same := func(f topicEvent) bool { return f.Method == e.Method && f.uri == e.uri }
+		if want(e) && !slices.ContainsFunc(found, same) {
+			found = append(found, e)
+		}
+	}
+	return found, position
+}
+
+// now is the position that this replica has heard everything up to.
+func (t *topic) now() uint64 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.position
+}
+
+// announce sees to it that every replica is subscribed to the resources, for the sessions' TTL at least. It costs a commit
+// at most once per third of that and resource, whoever asks.
+func (t *topic) announce(uris ...string) {
+	ttl := min(t.h.opts.SessionTTL*4/3, client.MaxMessageTTL)
+	for _, uri := range uris {
+		t.mu.Lock()
+		fresh := time.Until(t.uris[uri]) > ttl*3/4
+		if !fresh {
+			t.announced(uri)
+		}
+		t.mu.Unlock()
+		if !fresh {
+			t.publish(topicMessage{stream: uriStream, payload: []byte(uri), ttl: ttl})
+		}
+	}
+}
+
+// announced is called with the lock held.
+func (t *topic) announced(uri string) {
+	_, known := t.uris[uri]
+	t.uris[uri] = time.Now().Add(min(t.h.opts.SessionTTL*4/3, client.MaxMessageTTL))
+	if known {
+		return
+	}
+	for _, h := range t.hubs {
+		h.subscribe(uri)
+	}
+	// As good a time as any to forget those that nobody renews.
+	for uri, until := range t.uris {
+		if time.Now().After(until) {
+			delete(t.uris, uri)
+			for _, h := range t.hubs {
+				h.unsubscribe(uri)
+			}
+		}
+	}
+}
+
+// hub is this replica's own session on a server.
+type hub struct {
+	conn *conn
+	sdk  *mcp.ServerSession
+
+	mu   sync.Mutex
+	next int
+}
+
+// hear connects a hub to a server that has come to stay.
+func (t *topic) hear(server *mcp.Server) {
+	t.begin()
+	b := &hub{}
+	b.conn = newConn("", nil, func(_ context.Context, m jsonrpc.Message) error {
+		request, ok := m.(*jsonrpc.Request)
+		switch {
+		case !ok:
+		case request.IsCall():
+			b.feed(&jsonrpc.Response{ID: request.ID, Result: json.RawMessage(`{}`)}) // the SDK's keep-alive
+		case isChange(request.Method):
+			t.publish(topicMessage{stream: eventStream, payload: marshal(topicEvent{Method: request.Method, Params: request.Params}), ttl: eventTTL})
+		}
+		return nil
+	})
+	var err error
+	if b.sdk, err = server.Connect(context.WithValue(t.ctx, hubKey{}, true), b.conn, nil); err != nil {
+		t.h.log.Error("changes on this replica are not told to others", slog.Any("error", err))
+		return
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.ctx.Err() != nil {
+		_ = b.conn.Close()
+		return
+	}
+	t.hubs = append(t.hubs, b)
+	for uri := range t.uris {
+		b.subscribe(uri)
+	}
+}
+
+// hubKey marks the context of the hub's own requests.
+type hubKey struct{}
+
+// IsRelay tells a SubscribeHandler or UnsubscribeHandler that it is not a client who asks, but this replica for itself, so as
+// to hear of a resource that a client of some replica is subscribed to. Whether that client may was decided there.
+func IsRelay(ctx context.Context) bool {
+	relay, _ := ctx.Value(hubKey{}).(bool)
+	return relay
+}
+
+func isChange(method string) bool {
+	switch method {
+	case notifyToolsList, notifyPromptsList, notifyResourcesList, notifyResourceUpdate:
+		return true
+	}
+	return false
+}
+
+func (b *hub) subscribe(uri string)   { b.request(methodSubscribe, uri) }
+func (b *hub) unsubscribe(uri string) { b.request(methodUnsubscribe, uri) }
+
+func (b *hub) request(method, uri string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.next++
+	b.feed(&jsonrpc.Request{ID: surrogateID(b.next), Method: method, Params: marshal(map[string]string{"uri": uri}), Extra: &mcp.RequestExtra{}})
+}
+
+// feed does not hold up its caller, whom the SDK may be waiting for.
+func (b *hub) feed(m jsonrpc.Message) { b.conn.feed(m) }
+
+func (b *hub) close() {
+	_ = b.conn.Close()
+	_ = b.sdk.Close()
+}
