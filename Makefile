@@ -1,5 +1,6 @@
 # Everything here does its own set-up and says so. Needed beforehand: Go and make; a C compiler for the race detector;
-# Node with npm for buf (lint, generate) and for the TypeScript end-to-end tests.
+# Node with npm for buf (lint, generate) and for the TypeScript end-to-end tests. The Python client needs Debian packages,
+# which are installed if this runs as root.
 #
 # Tools are pinned in modules of their own under .ci/tools, so that who imports `client` or `mcpserver` never sees them.
 # They are built into .bin/ and built again only when their go.mod, go.sum or package-lock.json changes.
@@ -23,12 +24,14 @@ BENCH_FLAGS ?=
 # The race detector needs cgo. Without a C compiler the tests still run, and say what they miss.
 RACE = $(shell [ "$$($(GO) env CGO_ENABLED)" = 1 ] && command -v "$$($(GO) env CC | cut -d' ' -f1)" >/dev/null && echo -race)
 # The end-to-end tests start real programs, so they have a target of their own.
-UNIT_PACKAGES = $$($(GO) list ./... | grep -v '/sessiond/e2e\(/\|$$\)')
+UNIT_PACKAGES = $$($(GO) list ./... | grep -v '/sessiond/e2e\(/\|$$\)\|/client/languages$$')
+# The interpreter that has grpcio. Debian's packages belong to Debian's Python, whatever else the PATH has.
+PYTHON ?= /usr/bin/python3
 
 ##@ Use
 
 help: ## List the targets.
-	@awk 'BEGIN {FS = ":.*## "} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk 'BEGIN {FS = ":.*## "} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 run: $(BIN)/mcpserver ## Start an MCP front-end with sessiond inside (LISTEN, DATA_DIR, ARGS).
 	@echo "MCP at http://$(LISTEN)/mcp, data in $(DATA_DIR); Ctrl-C stops it"
@@ -47,13 +50,40 @@ test: ## Run all tests but the end-to-end ones, with the race detector.
 	@[ -n "$(RACE)" ] || echo "test: no C compiler found, so WITHOUT the race detector (on Debian: apt-get install gcc libc6-dev)"
 	@$(GO) test $(RACE) $(UNIT_PACKAGES)
 
-e2e: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver ## Run the end-to-end tests: real programs on loopback.
+e2e: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver client-typescript client-python ## Run the end-to-end tests: real programs on loopback.
 	@if [ -f sessiond/e2e/typescript/package-lock.json ]; then \
 		echo "e2e: installing the npm packages of sessiond/e2e/typescript"; \
 		npm ci --prefix sessiond/e2e/typescript --no-audit --no-fund --loglevel=error; \
 	fi
 	@[ -n "$(RACE)" ] || echo "e2e: no C compiler found, so WITHOUT the race detector"
-	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(GO) test $(RACE) -count=1 ./sessiond/e2e/...
+	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" PYTHON="$(PYTHON)" $(GO) test $(RACE) -count=1 ./client/languages ./sessiond/e2e/...
+
+client-typescript: $(BIN)/buf client/typescript/node_modules/.package-lock.json ## Set up client/typescript: packages, stubs, compile.
+	@$(BIN)/buf generate --template client/typescript/buf.gen.yaml
+	@npm run --silent --prefix client/typescript build
+
+# npm writes this file last.
+client/typescript/node_modules/.package-lock.json: client/typescript/package.json client/typescript/package-lock.json
+	@echo "installing the npm packages of client/typescript (once)"
+	@npm ci --prefix client/typescript --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
+client-python: $(BIN)/buf ## Set up client/python: Debian packages if they are missing (PYTHON), stubs.
+	@missing=; \
+	command -v protoc >/dev/null || missing="$$missing protobuf-compiler"; \
+	command -v grpc_python_plugin >/dev/null || missing="$$missing protobuf-compiler-grpc"; \
+	$(PYTHON) -c 'import google.protobuf' 2>/dev/null || missing="$$missing python3-protobuf"; \
+	$(PYTHON) -c 'import grpc' 2>/dev/null || missing="$$missing python3-grpcio"; \
+	[ -z "$$missing" ] || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "client-python: installing the Debian packages$$missing (once)"; \
+		apt-get update -qq; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
+	else \
+		echo "client-python: missing are, by their names on Debian:$$missing; install them, or set PYTHON to an interpreter that has grpcio"; \
+		exit 1; \
+	fi
+	@$(PYTHON) -c 'import google.protobuf, grpc' || { echo "client-python: PYTHON=$(PYTHON) lacks protobuf or grpcio"; exit 1; }
+	@$(BIN)/buf generate --template client/python/buf.gen.yaml
 
 bench: ## Run the benchmarks (BENCH, BENCH_FLAGS).
 	@$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem $(BENCH_FLAGS) ./...
@@ -68,23 +98,25 @@ lint: $(BIN)/golangci-lint $(BIN)/buf ## Check Go and proto style; changes nothi
 	[ -z "$$diff" ] || { echo "older idioms; run go fix ./... for:"; echo "$$diff"; exit 1; }
 	@$(BIN)/golangci-lint run
 	@$(BIN)/buf lint
+	@.ci/breaking
 	@$(BIN)/buf format -d --exit-code || { echo "proto files not formatted; run .bin/buf format -w"; exit 1; }
 
-generate: $(BIN)/buf $(BIN)/protoc-gen-go $(BIN)/protoc-gen-go-grpc ## Write the stubs beside the .proto files.
+generate: $(BIN)/buf $(BIN)/protoc-gen-go $(BIN)/protoc-gen-go-grpc ## Write the Go stubs beside the .proto files.
 	@$(BIN)/buf generate
 
 check-generate: generate ## Fail when the committed stubs are not what generate writes.
 	@changed=$$(git status --porcelain proto); \
 	[ -z "$$changed" ] || { echo "proto/ differs from what is committed; commit what 'make generate' wrote:"; echo "$$changed"; git --no-pager diff --stat proto; exit 1; }
 
-breaking: $(BIN)/buf ## Report changes of proto/ that break callers (AGAINST, default the main branch).
-	@$(BIN)/buf breaking --against '$(AGAINST)'
-AGAINST ?= .git\#branch=main
+breaking: $(BIN)/buf ## Report changes of proto/ that break callers (AGAINST a commit; else see .ci/breaking).
+	@AGAINST="$(AGAINST)" .ci/breaking
+AGAINST ?=
 
-clean: ## Delete .bin/ and installed npm packages; keeps the data folder.
-	rm -rf $(BIN) .ci/tools/npm/node_modules sessiond/e2e/typescript/node_modules
+clean: ## Delete .bin/, installed npm packages and what is made of them; keeps the data folder.
+	rm -rf $(BIN) .ci/tools/npm/node_modules sessiond/e2e/typescript/node_modules \
+		client/typescript/node_modules client/typescript/src/gen client/typescript/dist client/python/gen
 
-.PHONY: help run demo build test e2e bench lint generate check-generate breaking clean FORCE
+.PHONY: help run demo build test e2e client-typescript client-python bench lint generate check-generate breaking clean FORCE
 
 # Our own programs: go build knows best whether there is something to do.
 $(BIN)/sessiond $(BIN)/mcpserver: $(BIN)/%: FORCE
