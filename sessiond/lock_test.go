@@ -314,7 +314,8 @@ func TestDestroyTellsWaiters(t *testing.T) {
 	})
 }
 
-// S12: waiters of a session that expires are told as well, and leave nothing behind for a new one of the same id.
+// S12: waiters of a session that expires are told as well, and its lock goes with it, so that nothing is left behind for a
+// new one of the same id.
 func TestExpiryTellsWaiters(t *testing.T) {
 	t.Parallel()
 	onBoth(t, func(t *testing.T, c cluster) {
@@ -405,6 +406,60 @@ func TestDrain(t *testing.T) {
 		free, err := a.locks.TryAcquire(t.Context(), &sessiondv1.TryAcquireRequest{SessionId: id})
 		if err != nil || !free.GetAcquired() {
 			t.Errorf("try: %v, %v", free, err)
+		}
+	})
+}
+
+// L3: an acquire of a session that is not there leaves nothing behind, whatever its id.
+func TestAcquireOfNothing(t *testing.T) {
+	onBoth(t, func(t *testing.T, c cluster) {
+		n := c.start(t, 1)[0]
+		id := "nothing"
+		began := time.Now()
+		_, err := n.locks.Acquire(t.Context(), &sessiondv1.AcquireRequest{SessionId: id, RequestId: "r"})
+		wantReason(t, err, codes.NotFound, "SESSION_NOT_FOUND")
+		_, err = n.locks.TryAcquire(t.Context(), &sessiondv1.TryAcquireRequest{SessionId: id, RequestId: "t"})
+		wantReason(t, err, codes.NotFound, "SESSION_NOT_FOUND")
+		if took := time.Since(began); took > 3*time.Second {
+			t.Errorf("told after %v", took)
+		}
+		if _, err := n.sessions.Create(t.Context(), &sessiondv1.CreateRequest{SessionId: id}); err != nil {
+			t.Fatal(err)
+		}
+		free, err := n.locks.TryAcquire(t.Context(), &sessiondv1.TryAcquireRequest{SessionId: id})
+		if err != nil || !free.GetAcquired() {
+			t.Errorf("try: %v, %v", free, err)
+		}
+	})
+}
+
+// L1, S7: a lock is there only for those who use one: without it saves go through, and while it is held reads, touches,
+// messages and a destroy do.
+func TestWhatNeedsNoLock(t *testing.T) {
+	onBoth(t, func(t *testing.T, c cluster) {
+		nodes := c.start(t, 2)
+		a, b := nodes[0], nodes[1]
+		id := a.create(t, "x")
+		if _, err := b.sessions.Save(t.Context(), &sessiondv1.SaveRequest{SessionId: id, Data: []byte("y")}); err != nil {
+			t.Errorf("save without a lock: %v", err)
+		}
+		a.acquire(t, &sessiondv1.AcquireRequest{SessionId: id})
+		began := time.Now()
+		if s := b.read(t, id); string(s.GetData()) != "y" {
+			t.Errorf("read: %v", s)
+		}
+		if _, err := b.sessions.Touch(t.Context(), &sessiondv1.TouchRequest{SessionId: id}); err != nil {
+			t.Errorf("touch: %v", err)
+		}
+		b.publish(t, id, "s", "hello")
+		if m := b.subscribe(t, id, 0, "s").next(t, 1)[0]; string(m.GetPayload()) != "hello" {
+			t.Errorf("message: %v", m)
+		}
+		if resp, err := b.sessions.Destroy(t.Context(), &sessiondv1.DestroyRequest{SessionId: id}); err != nil || !resp.GetDestroyed() {
+			t.Errorf("destroy: %v, %v", resp, err)
+		}
+		if took := time.Since(began); took > 5*time.Second {
+			t.Errorf("took %v", took)
 		}
 	})
 }

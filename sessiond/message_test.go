@@ -318,3 +318,50 @@ func TestPositionOfRead(t *testing.T) {
 		}
 	})
 }
+
+// M2: a subscriber whose node is gone goes on with another one after its position: what came meanwhile first, nothing twice.
+func TestSubscribeAcrossARestart(t *testing.T) {
+	onBoth(t, func(t *testing.T, c cluster) {
+		first := c.start(t, 1)[0]
+		id := first.create(t, "")
+		sub := first.subscribe(t, id, 0, "s")
+		first.publish(t, id, "s", "1")
+		sub.next(t, 1)
+		first.publish(t, id, "s", "2")
+		if err := first.stop(); err != nil {
+			t.Fatal(err)
+		}
+		second := c.start(t, 1)[0]
+		second.publish(t, id, "s", "3")
+		again := second.subscribe(t, id, sub.position, "s")
+		second.publish(t, id, "s", "4")
+		for i, m := range again.next(t, 3) {
+			if want := fmt.Sprint(i + 2); string(m.GetPayload()) != want {
+				t.Errorf("message %d: %q", i+2, m.GetPayload())
+			}
+		}
+	})
+}
+
+// M3: a message is pushed: it arrives when it is published, not when somebody looks.
+func TestPushed(t *testing.T) {
+	onBoth(t, func(t *testing.T, c cluster) {
+		nodes := c.start(t, 2)
+		id := nodes[0].create(t, "")
+		sub := nodes[1].subscribe(t, id, 0, "s")
+		if _, err := sub.Recv(); err != nil {
+			t.Fatal(err)
+		}
+		var slowest time.Duration
+		for i := range 20 {
+			began := time.Now()
+			nodes[0].publish(t, id, "s", fmt.Sprint(i))
+			sub.next(t, 1)
+			slowest = max(slowest, time.Since(began))
+		}
+		// In memory time stands still while anything runs; etcd may be busy.
+		if limit := time.Second; slowest > limit || c.memory != nil && slowest > 0 {
+			t.Errorf("arrived after %v", slowest)
+		}
+	})
+}

@@ -334,3 +334,49 @@ func TestRestart(t *testing.T) {
 		t.Errorf("read: %v", s)
 	}
 }
+
+// S4: what one node has saved, every other one reads from then on.
+func TestReadSeesEverySave(t *testing.T) {
+	onBoth(t, func(t *testing.T, c cluster) {
+		nodes := c.start(t, 2)
+		id := nodes[0].create(t, "")
+		for i := range 50 {
+			data := fmt.Sprint(i)
+			if _, err := nodes[i%2].sessions.Save(t.Context(), &sessiondv1.SaveRequest{SessionId: id, Data: []byte(data), Ttl: seconds(60)}); err != nil {
+				t.Fatal(err)
+			}
+			if s := nodes[(i+1)%2].read(t, id); string(s.GetData()) != data {
+				t.Fatalf("read %q after %q was saved", s.GetData(), data)
+			}
+		}
+	})
+}
+
+// S8, S12: what belonged to a destroyed session is gone with it, its messages and its lock, and nothing of it meets the next
+// session of the same id.
+func TestDestroyLeavesNothing(t *testing.T) {
+	onBoth(t, func(t *testing.T, c cluster) {
+		nodes := c.start(t, 2)
+		a, b := nodes[0], nodes[1]
+		id := a.create(t, "old")
+		a.acquire(t, &sessiondv1.AcquireRequest{SessionId: id})
+		a.publish(t, id, "s", "old")
+		a.publish(t, id, "s", string(make([]byte, 2<<20)))
+		if _, err := b.sessions.Destroy(t.Context(), &sessiondv1.DestroyRequest{SessionId: id}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := b.sessions.Create(t.Context(), &sessiondv1.CreateRequest{SessionId: id, Data: []byte("new")}); err != nil {
+			t.Fatal(err)
+		}
+		if s := a.read(t, id); string(s.GetData()) != "new" {
+			t.Errorf("read: %v", s)
+		}
+		if first, err := a.subscribe(t, id, 0, "s").Recv(); err != nil || len(first.GetMessages()) != 0 {
+			t.Errorf("messages: %v, %v", first, err)
+		}
+		free, err := a.locks.TryAcquire(t.Context(), &sessiondv1.TryAcquireRequest{SessionId: id})
+		if err != nil || !free.GetAcquired() {
+			t.Errorf("try: %v, %v", free, err)
+		}
+	})
+}
