@@ -18,6 +18,8 @@ const (
 	DefaultListen = "127.0.0.1:7400"
 	DefaultPrefix = "sessiond/"
 	DefaultGrace  = 10 * time.Second
+	// DefaultAttachGrace is the default of the time that a front-end may be away.
+	DefaultAttachGrace = lock.DefaultAttachGrace
 	// DefaultMaxSessionBytes is the default limit of a session's data.
 	DefaultMaxSessionBytes = session.DefaultMaxBytes
 	// DefaultMaxWaiters is the default limit of callers that wait for one lock.
@@ -56,6 +58,9 @@ type Config struct {
 	MaxSessionBytes int
 	// MaxWaiters limits the callers that wait for one lock. Default DefaultMaxWaiters, at most 10,000.
 	MaxWaiters int
+	// AttachGrace is how long a front-end that was attached may be away from all nodes until its locks are released, 100 ms
+	// to 1 minute. The same on all nodes. Default DefaultAttachGrace.
+	AttachGrace time.Duration
 	// Grace is how long running calls may take when the node shuts down. Default DefaultGrace.
 	Grace time.Duration
 	// MetricsListen is where /metrics, /healthz and /readyz are served over HTTP: host:port. Default: nowhere.
@@ -102,6 +107,9 @@ func (c Config) Validate() error {
 	if c.MaxWaiters < 1 || c.MaxWaiters > maxWaiters {
 		errs = append(errs, fmt.Errorf("max waiters: must be 1 to %d", maxWaiters))
 	}
+	if c.AttachGrace < lock.MinAttachGrace || c.AttachGrace > lock.MaxAttachGrace {
+		errs = append(errs, fmt.Errorf("attach grace: must be %v to %v", lock.MinAttachGrace, lock.MaxAttachGrace))
+	}
 	if c.Grace < 0 {
 		errs = append(errs, errors.New("grace: must not be negative"))
 	}
@@ -136,6 +144,9 @@ func (c Config) withDefaults() Config {
 	}
 	if c.MaxWaiters == 0 {
 		c.MaxWaiters = DefaultMaxWaiters
+	}
+	if c.AttachGrace == 0 {
+		c.AttachGrace = DefaultAttachGrace
 	}
 	if c.Grace == 0 {
 		c.Grace = DefaultGrace

@@ -48,14 +48,14 @@ func TestUnixSocket(t *testing.T) {
 
 // Validate reports all faults together.
 func TestValidate(t *testing.T) {
-	err := sessiond.Config{Listen: "x", Prefix: "p", MaxSessionBytes: -1, MaxWaiters: -1, Grace: -1, MetricsListen: "m", Endpoints: []string{"e"}, DataDir: "d"}.Validate()
+	err := sessiond.Config{Listen: "x", Prefix: "p", MaxSessionBytes: -1, MaxWaiters: -1, AttachGrace: -1, Grace: -1, MetricsListen: "m", Endpoints: []string{"e"}, DataDir: "d"}.Validate()
 	if err == nil {
 		t.Fatal("no error")
 	}
 	if err := (sessiond.Config{Store: sessiond.StoreMemory, DataDir: "d"}).Validate(); err == nil || !strings.Contains(err.Error(), "neither") {
 		t.Errorf("a folder for a store in memory: %v", err)
 	}
-	for _, what := range []string{"listen:", "metrics listen:", "exactly one", "etcd endpoints:", "prefix:", "max session bytes:", "max waiters:", "grace:"} {
+	for _, what := range []string{"listen:", "metrics listen:", "exactly one", "etcd endpoints:", "prefix:", "max session bytes:", "max waiters:", "attach grace:", "grace:"} {
 		if !strings.Contains(err.Error(), what) {
 			t.Errorf("no word of %q in %v", what, err)
 		}

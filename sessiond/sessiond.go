@@ -116,13 +116,22 @@ func open(ctx context.Context, cfg Config, listener net.Listener, shared store) 
 
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	var frontEnds *lock.FrontEnds
+	if known, ok := s.store.(lock.FrontEndStore); ok {
+		frontEnds = lock.NewFrontEnds(known, cfg.AttachGrace, s.drain, s.logger)
+		s.onClose(func() error {
+			frontEnds.Close()
+			return nil
+		})
+	}
 	s.rpc = rpc.NewServer(rpc.Options{
-		Sessions: session.NewService(s.store, cfg.MaxSessionBytes),
-		Locks:    lock.NewService(s.store, cfg.MaxWaiters, s.drain),
-		Messages: message.NewService(s.store, s.drain),
-		Logger:   s.logger,
-		Metrics:  registry,
-		Drain:    s.drain,
+		Sessions:  session.NewService(s.store, cfg.MaxSessionBytes),
+		Locks:     lock.NewService(s.store, cfg.MaxWaiters, s.drain),
+		FrontEnds: frontEnds,
+		Messages:  message.NewService(s.store, s.drain),
+		Logger:    s.logger,
+		Metrics:   registry,
+		Drain:     s.drain,
 	})
 	if s.metricsListener != nil {
 		s.metricsServer = &http.Server{Handler: s.metricsHandler(registry), ReadHeaderTimeout: httpTimeout}
@@ -149,7 +158,7 @@ func (s *Server) openStore(ctx context.Context) (err error) {
 	s.onClose(s.node.Close)
 	s.store = etcdstore.Open(etcdstore.Config{
 		KV: s.node.KV(), Lease: s.node.Client(), Watcher: s.node.Client(), Members: len(s.node.Endpoints()),
-		Prefix: s.cfg.Prefix, Logger: s.logger,
+		Prefix: s.cfg.Prefix, AttachGrace: s.cfg.AttachGrace, Logger: s.logger,
 	})
 	s.onClose(s.closeStore)
 	return nil

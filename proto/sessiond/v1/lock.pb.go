@@ -122,7 +122,11 @@ type AcquireRequest struct {
 	// How long to wait: at most 1 hour, zero as TryAcquire would but with LOCK_TIMEOUT. Unset: 30 s.
 	Timeout *durationpb.Duration `protobuf:"bytes,5,opt,name=timeout,proto3" json:"timeout,omitempty"`
 	// Return the session as it is under the lock, with the grant.
-	ReadSession   bool `protobuf:"varint,6,opt,name=read_session,json=readSession,proto3" json:"read_session,omitempty"`
+	ReadSession bool `protobuf:"varint,6,opt,name=read_session,json=readSession,proto3" json:"read_session,omitempty"`
+	// The front-end that asks, as in AttachHello: if it is attached, the lock ends with it. Naming one that is not attached
+	// is allowed (it may be about to attach anew); if it never attaches, the lock ends with its TTL alone. 1 to 128 visible
+	// ASCII characters. Unset: the lock ends with its TTL alone.
+	FrontEnd      string `protobuf:"bytes,7,opt,name=front_end,json=frontEnd,proto3" json:"front_end,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -197,6 +201,13 @@ func (x *AcquireRequest) GetReadSession() bool {
 		return x.ReadSession
 	}
 	return false
+}
+
+func (x *AcquireRequest) GetFrontEnd() string {
+	if x != nil {
+		return x.FrontEnd
+	}
+	return ""
 }
 
 // AcquireResponse answers Acquire.
@@ -275,7 +286,9 @@ type TryAcquireRequest struct {
 	// As AcquireRequest.ttl.
 	Ttl *durationpb.Duration `protobuf:"bytes,4,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	// As AcquireRequest.read_session.
-	ReadSession   bool `protobuf:"varint,5,opt,name=read_session,json=readSession,proto3" json:"read_session,omitempty"`
+	ReadSession bool `protobuf:"varint,5,opt,name=read_session,json=readSession,proto3" json:"read_session,omitempty"`
+	// As AcquireRequest.front_end.
+	FrontEnd      string `protobuf:"bytes,6,opt,name=front_end,json=frontEnd,proto3" json:"front_end,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -343,6 +356,13 @@ func (x *TryAcquireRequest) GetReadSession() bool {
 		return x.ReadSession
 	}
 	return false
+}
+
+func (x *TryAcquireRequest) GetFrontEnd() string {
+	if x != nil {
+		return x.FrontEnd
+	}
+	return ""
 }
 
 // TryAcquireResponse answers TryAcquire.
@@ -528,6 +548,622 @@ func (*ReleaseResponse) Descriptor() ([]byte, []int) {
 	return file_sessiond_v1_lock_proto_rawDescGZIP(), []int{6}
 }
 
+// AttachRequest is what a front-end says on its stream: a hello first, then any of the others.
+type AttachRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One of them is set.
+	//
+	// Types that are valid to be assigned to Message:
+	//
+	//	*AttachRequest_Hello
+	//	*AttachRequest_Claims
+	//	*AttachRequest_Abandon
+	//	*AttachRequest_Goodbye
+	Message       isAttachRequest_Message `protobuf_oneof:"message"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachRequest) Reset() {
+	*x = AttachRequest{}
+	mi := &file_sessiond_v1_lock_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachRequest) ProtoMessage() {}
+
+func (x *AttachRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_lock_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachRequest.ProtoReflect.Descriptor instead.
+func (*AttachRequest) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_lock_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *AttachRequest) GetMessage() isAttachRequest_Message {
+	if x != nil {
+		return x.Message
+	}
+	return nil
+}
+
+func (x *AttachRequest) GetHello() *AttachHello {
+	if x != nil {
+		if x, ok := x.Message.(*AttachRequest_Hello); ok {
+			return x.Hello
+		}
+	}
+	return nil
+}
+
+func (x *AttachRequest) GetClaims() *AttachClaims {
+	if x != nil {
+		if x, ok := x.Message.(*AttachRequest_Claims); ok {
+			return x.Claims
+		}
+	}
+	return nil
+}
+
+func (x *AttachRequest) GetAbandon() *AttachAbandon {
+	if x != nil {
+		if x, ok := x.Message.(*AttachRequest_Abandon); ok {
+			return x.Abandon
+		}
+	}
+	return nil
+}
+
+func (x *AttachRequest) GetGoodbye() *AttachGoodbye {
+	if x != nil {
+		if x, ok := x.Message.(*AttachRequest_Goodbye); ok {
+			return x.Goodbye
+		}
+	}
+	return nil
+}
+
+type isAttachRequest_Message interface {
+	isAttachRequest_Message()
+}
+
+type AttachRequest_Hello struct {
+	// Who it is. The first message, and only that.
+	Hello *AttachHello `protobuf:"bytes,1,opt,name=hello,proto3,oneof"`
+}
+
+type AttachRequest_Claims struct {
+	// What it wants to keep, as an answer to an ask.
+	Claims *AttachClaims `protobuf:"bytes,2,opt,name=claims,proto3,oneof"`
+}
+
+type AttachRequest_Abandon struct {
+	// What it does not want any more.
+	Abandon *AttachAbandon `protobuf:"bytes,3,opt,name=abandon,proto3,oneof"`
+}
+
+type AttachRequest_Goodbye struct {
+	// It leaves: release all that it has. The last message.
+	Goodbye *AttachGoodbye `protobuf:"bytes,4,opt,name=goodbye,proto3,oneof"`
+}
+
+func (*AttachRequest_Hello) isAttachRequest_Message() {}
+
+func (*AttachRequest_Claims) isAttachRequest_Message() {}
+
+func (*AttachRequest_Abandon) isAttachRequest_Message() {}
+
+func (*AttachRequest_Goodbye) isAttachRequest_Message() {}
+
+// AttachHello says who attaches.
+type AttachHello struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Names this run of the front-end. Whoever knows it can end its locks, so it is not to be guessed (use at least 96
+	// random bits). 1 to 128 visible ASCII characters.
+	FrontEnd string `protobuf:"bytes,1,opt,name=front_end,json=frontEnd,proto3" json:"front_end,omitempty"`
+	// Grows with each attach of this front-end, and begins with 1, when it has acquired nothing yet: an attach that is late
+	// does not replace a newer one.
+	Number        uint64 `protobuf:"varint,2,opt,name=number,proto3" json:"number,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachHello) Reset() {
+	*x = AttachHello{}
+	mi := &file_sessiond_v1_lock_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachHello) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachHello) ProtoMessage() {}
+
+func (x *AttachHello) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_lock_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachHello.ProtoReflect.Descriptor instead.
+func (*AttachHello) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_lock_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *AttachHello) GetFrontEnd() string {
+	if x != nil {
+		return x.FrontEnd
+	}
+	return ""
+}
+
+func (x *AttachHello) GetNumber() uint64 {
+	if x != nil {
+		return x.Number
+	}
+	return 0
+}
+
+// AttachClaims says which requests the front-end still stands by: those that it holds a grant of, and those that are under
+// way or will be retried. Whatever else it had in a queue at the position of the ask is removed: grants whose
+// answer was lost and that nobody retries. At most 10,000.
+type AttachClaims struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The position of the ask that this answers.
+	Position uint64 `protobuf:"varint,1,opt,name=position,proto3" json:"position,omitempty"`
+	// The requests.
+	Requests      []*LockRequest `protobuf:"bytes,2,rep,name=requests,proto3" json:"requests,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachClaims) Reset() {
+	*x = AttachClaims{}
+	mi := &file_sessiond_v1_lock_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachClaims) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachClaims) ProtoMessage() {}
+
+func (x *AttachClaims) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_lock_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachClaims.ProtoReflect.Descriptor instead.
+func (*AttachClaims) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_lock_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *AttachClaims) GetPosition() uint64 {
+	if x != nil {
+		return x.Position
+	}
+	return 0
+}
+
+func (x *AttachClaims) GetRequests() []*LockRequest {
+	if x != nil {
+		return x.Requests
+	}
+	return nil
+}
+
+// AttachAbandon says which requests the front-end has given up without knowing what became of them: the call was
+// cancelled, or its answer was lost. If one was granted, its lock is released.
+type AttachAbandon struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The requests. At most 1,000.
+	Requests      []*LockRequest `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachAbandon) Reset() {
+	*x = AttachAbandon{}
+	mi := &file_sessiond_v1_lock_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachAbandon) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachAbandon) ProtoMessage() {}
+
+func (x *AttachAbandon) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_lock_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachAbandon.ProtoReflect.Descriptor instead.
+func (*AttachAbandon) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_lock_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *AttachAbandon) GetRequests() []*LockRequest {
+	if x != nil {
+		return x.Requests
+	}
+	return nil
+}
+
+// AttachGoodbye says that the front-end leaves.
+type AttachGoodbye struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachGoodbye) Reset() {
+	*x = AttachGoodbye{}
+	mi := &file_sessiond_v1_lock_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachGoodbye) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachGoodbye) ProtoMessage() {}
+
+func (x *AttachGoodbye) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_lock_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachGoodbye.ProtoReflect.Descriptor instead.
+func (*AttachGoodbye) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_lock_proto_rawDescGZIP(), []int{11}
+}
+
+// LockRequest names a request for a lock.
+type LockRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The session's id.
+	SessionId string `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// The request id.
+	RequestId     string `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LockRequest) Reset() {
+	*x = LockRequest{}
+	mi := &file_sessiond_v1_lock_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LockRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LockRequest) ProtoMessage() {}
+
+func (x *LockRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_lock_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LockRequest.ProtoReflect.Descriptor instead.
+func (*LockRequest) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_lock_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *LockRequest) GetSessionId() string {
+	if x != nil {
+		return x.SessionId
+	}
+	return ""
+}
+
+func (x *LockRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+// AttachResponse is what a node says on a front-end's stream.
+type AttachResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One of them is set.
+	//
+	// Types that are valid to be assigned to Message:
+	//
+	//	*AttachResponse_Attached
+	//	*AttachResponse_Ask
+	//	*AttachResponse_Ping
+	Message       isAttachResponse_Message `protobuf_oneof:"message"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachResponse) Reset() {
+	*x = AttachResponse{}
+	mi := &file_sessiond_v1_lock_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachResponse) ProtoMessage() {}
+
+func (x *AttachResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_lock_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachResponse.ProtoReflect.Descriptor instead.
+func (*AttachResponse) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_lock_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *AttachResponse) GetMessage() isAttachResponse_Message {
+	if x != nil {
+		return x.Message
+	}
+	return nil
+}
+
+func (x *AttachResponse) GetAttached() *AttachAttached {
+	if x != nil {
+		if x, ok := x.Message.(*AttachResponse_Attached); ok {
+			return x.Attached
+		}
+	}
+	return nil
+}
+
+func (x *AttachResponse) GetAsk() *AttachAsk {
+	if x != nil {
+		if x, ok := x.Message.(*AttachResponse_Ask); ok {
+			return x.Ask
+		}
+	}
+	return nil
+}
+
+func (x *AttachResponse) GetPing() *AttachPing {
+	if x != nil {
+		if x, ok := x.Message.(*AttachResponse_Ping); ok {
+			return x.Ping
+		}
+	}
+	return nil
+}
+
+type isAttachResponse_Message interface {
+	isAttachResponse_Message()
+}
+
+type AttachResponse_Attached struct {
+	// The front-end is attached. The first message, and only that.
+	Attached *AttachAttached `protobuf:"bytes,1,opt,name=attached,proto3,oneof"`
+}
+
+type AttachResponse_Ask struct {
+	// The node asks what the front-end still stands by.
+	Ask *AttachAsk `protobuf:"bytes,2,opt,name=ask,proto3,oneof"`
+}
+
+type AttachResponse_Ping struct {
+	// A sign of life.
+	Ping *AttachPing `protobuf:"bytes,3,opt,name=ping,proto3,oneof"`
+}
+
+func (*AttachResponse_Attached) isAttachResponse_Message() {}
+
+func (*AttachResponse_Ask) isAttachResponse_Message() {}
+
+func (*AttachResponse_Ping) isAttachResponse_Message() {}
+
+// AttachAttached says that the front-end is attached.
+type AttachAttached struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How long it may be away from all nodes.
+	Grace *durationpb.Duration `protobuf:"bytes,1,opt,name=grace,proto3" json:"grace,omitempty"`
+	// How often the node gives a sign of life, at least.
+	PingInterval  *durationpb.Duration `protobuf:"bytes,2,opt,name=ping_interval,json=pingInterval,proto3" json:"ping_interval,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachAttached) Reset() {
+	*x = AttachAttached{}
+	mi := &file_sessiond_v1_lock_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachAttached) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachAttached) ProtoMessage() {}
+
+func (x *AttachAttached) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_lock_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachAttached.ProtoReflect.Descriptor instead.
+func (*AttachAttached) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_lock_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *AttachAttached) GetGrace() *durationpb.Duration {
+	if x != nil {
+		return x.Grace
+	}
+	return nil
+}
+
+func (x *AttachAttached) GetPingInterval() *durationpb.Duration {
+	if x != nil {
+		return x.PingInterval
+	}
+	return nil
+}
+
+// AttachAsk asks for the claims of the front-end.
+type AttachAsk struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The store's position at this moment: to be sent back with the answer.
+	Position      uint64 `protobuf:"varint,1,opt,name=position,proto3" json:"position,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachAsk) Reset() {
+	*x = AttachAsk{}
+	mi := &file_sessiond_v1_lock_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachAsk) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachAsk) ProtoMessage() {}
+
+func (x *AttachAsk) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_lock_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachAsk.ProtoReflect.Descriptor instead.
+func (*AttachAsk) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_lock_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *AttachAsk) GetPosition() uint64 {
+	if x != nil {
+		return x.Position
+	}
+	return 0
+}
+
+// AttachPing is a sign of life.
+type AttachPing struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AttachPing) Reset() {
+	*x = AttachPing{}
+	mi := &file_sessiond_v1_lock_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AttachPing) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AttachPing) ProtoMessage() {}
+
+func (x *AttachPing) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_lock_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AttachPing.ProtoReflect.Descriptor instead.
+func (*AttachPing) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_lock_proto_rawDescGZIP(), []int{16}
+}
+
 var File_sessiond_v1_lock_proto protoreflect.FileDescriptor
 
 const file_sessiond_v1_lock_proto_rawDesc = "" +
@@ -540,7 +1176,7 @@ const file_sessiond_v1_lock_proto_rawDesc = "" +
 	"request_id\x18\x02 \x01(\tR\trequestId\x12#\n" +
 	"\rfencing_token\x18\x03 \x01(\x04R\ffencingToken\x12+\n" +
 	"\x03ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\x121\n" +
-	"\x06waited\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x06waited\"\xeb\x01\n" +
+	"\x06waited\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\x06waited\"\x88\x02\n" +
 	"\x0eAcquireRequest\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\tR\tsessionId\x12\x1d\n" +
@@ -549,11 +1185,12 @@ const file_sessiond_v1_lock_proto_rawDesc = "" +
 	"\x06holder\x18\x03 \x01(\tR\x06holder\x12+\n" +
 	"\x03ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\x123\n" +
 	"\atimeout\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\atimeout\x12!\n" +
-	"\fread_session\x18\x06 \x01(\bR\vreadSession\"\x87\x01\n" +
+	"\fread_session\x18\x06 \x01(\bR\vreadSession\x12\x1b\n" +
+	"\tfront_end\x18\a \x01(\tR\bfrontEnd\"\x87\x01\n" +
 	"\x0fAcquireResponse\x12(\n" +
 	"\x05grant\x18\x01 \x01(\v2\x12.sessiond.v1.GrantR\x05grant\x12.\n" +
 	"\asession\x18\x02 \x01(\v2\x14.sessiond.v1.SessionR\asession\x12\x1a\n" +
-	"\bposition\x18\x03 \x01(\x04R\bposition\"\xb9\x01\n" +
+	"\bposition\x18\x03 \x01(\x04R\bposition\"\xd6\x01\n" +
 	"\x11TryAcquireRequest\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\tR\tsessionId\x12\x1d\n" +
@@ -561,7 +1198,8 @@ const file_sessiond_v1_lock_proto_rawDesc = "" +
 	"request_id\x18\x02 \x01(\tR\trequestId\x12\x16\n" +
 	"\x06holder\x18\x03 \x01(\tR\x06holder\x12+\n" +
 	"\x03ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\x12!\n" +
-	"\fread_session\x18\x05 \x01(\bR\vreadSession\"\xbe\x01\n" +
+	"\fread_session\x18\x05 \x01(\bR\vreadSession\x12\x1b\n" +
+	"\tfront_end\x18\x06 \x01(\tR\bfrontEnd\"\xbe\x01\n" +
 	"\x12TryAcquireResponse\x12\x1a\n" +
 	"\bacquired\x18\x01 \x01(\bR\bacquired\x12(\n" +
 	"\x05grant\x18\x02 \x01(\v2\x12.sessiond.v1.GrantR\x05grant\x12.\n" +
@@ -574,12 +1212,45 @@ const file_sessiond_v1_lock_proto_rawDesc = "" +
 	"\rfencing_token\x18\x02 \x01(\x04R\ffencingToken\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x03 \x01(\tR\trequestId\"\x11\n" +
-	"\x0fReleaseResponse2\xe8\x01\n" +
+	"\x0fReleaseResponse\"\xf1\x01\n" +
+	"\rAttachRequest\x120\n" +
+	"\x05hello\x18\x01 \x01(\v2\x18.sessiond.v1.AttachHelloH\x00R\x05hello\x123\n" +
+	"\x06claims\x18\x02 \x01(\v2\x19.sessiond.v1.AttachClaimsH\x00R\x06claims\x126\n" +
+	"\aabandon\x18\x03 \x01(\v2\x1a.sessiond.v1.AttachAbandonH\x00R\aabandon\x126\n" +
+	"\agoodbye\x18\x04 \x01(\v2\x1a.sessiond.v1.AttachGoodbyeH\x00R\agoodbyeB\t\n" +
+	"\amessage\"B\n" +
+	"\vAttachHello\x12\x1b\n" +
+	"\tfront_end\x18\x01 \x01(\tR\bfrontEnd\x12\x16\n" +
+	"\x06number\x18\x02 \x01(\x04R\x06number\"`\n" +
+	"\fAttachClaims\x12\x1a\n" +
+	"\bposition\x18\x01 \x01(\x04R\bposition\x124\n" +
+	"\brequests\x18\x02 \x03(\v2\x18.sessiond.v1.LockRequestR\brequests\"E\n" +
+	"\rAttachAbandon\x124\n" +
+	"\brequests\x18\x01 \x03(\v2\x18.sessiond.v1.LockRequestR\brequests\"\x0f\n" +
+	"\rAttachGoodbye\"K\n" +
+	"\vLockRequest\x12\x1d\n" +
+	"\n" +
+	"session_id\x18\x01 \x01(\tR\tsessionId\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\"\xb1\x01\n" +
+	"\x0eAttachResponse\x129\n" +
+	"\battached\x18\x01 \x01(\v2\x1b.sessiond.v1.AttachAttachedH\x00R\battached\x12*\n" +
+	"\x03ask\x18\x02 \x01(\v2\x16.sessiond.v1.AttachAskH\x00R\x03ask\x12-\n" +
+	"\x04ping\x18\x03 \x01(\v2\x17.sessiond.v1.AttachPingH\x00R\x04pingB\t\n" +
+	"\amessage\"\x81\x01\n" +
+	"\x0eAttachAttached\x12/\n" +
+	"\x05grace\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05grace\x12>\n" +
+	"\rping_interval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\fpingInterval\"'\n" +
+	"\tAttachAsk\x12\x1a\n" +
+	"\bposition\x18\x01 \x01(\x04R\bposition\"\f\n" +
+	"\n" +
+	"AttachPing2\xaf\x02\n" +
 	"\vLockService\x12D\n" +
 	"\aAcquire\x12\x1b.sessiond.v1.AcquireRequest\x1a\x1c.sessiond.v1.AcquireResponse\x12M\n" +
 	"\n" +
 	"TryAcquire\x12\x1e.sessiond.v1.TryAcquireRequest\x1a\x1f.sessiond.v1.TryAcquireResponse\x12D\n" +
-	"\aRelease\x12\x1b.sessiond.v1.ReleaseRequest\x1a\x1c.sessiond.v1.ReleaseResponseB;Z9github.com/sessiond/sessiond/proto/sessiond/v1;sessiondv1b\x06proto3"
+	"\aRelease\x12\x1b.sessiond.v1.ReleaseRequest\x1a\x1c.sessiond.v1.ReleaseResponse\x12E\n" +
+	"\x06Attach\x12\x1a.sessiond.v1.AttachRequest\x1a\x1b.sessiond.v1.AttachResponse(\x010\x01B;Z9github.com/sessiond/sessiond/proto/sessiond/v1;sessiondv1b\x06proto3"
 
 var (
 	file_sessiond_v1_lock_proto_rawDescOnce sync.Once
@@ -593,7 +1264,7 @@ func file_sessiond_v1_lock_proto_rawDescGZIP() []byte {
 	return file_sessiond_v1_lock_proto_rawDescData
 }
 
-var file_sessiond_v1_lock_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_sessiond_v1_lock_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
 var file_sessiond_v1_lock_proto_goTypes = []any{
 	(*Grant)(nil),               // 0: sessiond.v1.Grant
 	(*AcquireRequest)(nil),      // 1: sessiond.v1.AcquireRequest
@@ -602,30 +1273,53 @@ var file_sessiond_v1_lock_proto_goTypes = []any{
 	(*TryAcquireResponse)(nil),  // 4: sessiond.v1.TryAcquireResponse
 	(*ReleaseRequest)(nil),      // 5: sessiond.v1.ReleaseRequest
 	(*ReleaseResponse)(nil),     // 6: sessiond.v1.ReleaseResponse
-	(*durationpb.Duration)(nil), // 7: google.protobuf.Duration
-	(*Session)(nil),             // 8: sessiond.v1.Session
+	(*AttachRequest)(nil),       // 7: sessiond.v1.AttachRequest
+	(*AttachHello)(nil),         // 8: sessiond.v1.AttachHello
+	(*AttachClaims)(nil),        // 9: sessiond.v1.AttachClaims
+	(*AttachAbandon)(nil),       // 10: sessiond.v1.AttachAbandon
+	(*AttachGoodbye)(nil),       // 11: sessiond.v1.AttachGoodbye
+	(*LockRequest)(nil),         // 12: sessiond.v1.LockRequest
+	(*AttachResponse)(nil),      // 13: sessiond.v1.AttachResponse
+	(*AttachAttached)(nil),      // 14: sessiond.v1.AttachAttached
+	(*AttachAsk)(nil),           // 15: sessiond.v1.AttachAsk
+	(*AttachPing)(nil),          // 16: sessiond.v1.AttachPing
+	(*durationpb.Duration)(nil), // 17: google.protobuf.Duration
+	(*Session)(nil),             // 18: sessiond.v1.Session
 }
 var file_sessiond_v1_lock_proto_depIdxs = []int32{
-	7,  // 0: sessiond.v1.Grant.ttl:type_name -> google.protobuf.Duration
-	7,  // 1: sessiond.v1.Grant.waited:type_name -> google.protobuf.Duration
-	7,  // 2: sessiond.v1.AcquireRequest.ttl:type_name -> google.protobuf.Duration
-	7,  // 3: sessiond.v1.AcquireRequest.timeout:type_name -> google.protobuf.Duration
+	17, // 0: sessiond.v1.Grant.ttl:type_name -> google.protobuf.Duration
+	17, // 1: sessiond.v1.Grant.waited:type_name -> google.protobuf.Duration
+	17, // 2: sessiond.v1.AcquireRequest.ttl:type_name -> google.protobuf.Duration
+	17, // 3: sessiond.v1.AcquireRequest.timeout:type_name -> google.protobuf.Duration
 	0,  // 4: sessiond.v1.AcquireResponse.grant:type_name -> sessiond.v1.Grant
-	8,  // 5: sessiond.v1.AcquireResponse.session:type_name -> sessiond.v1.Session
-	7,  // 6: sessiond.v1.TryAcquireRequest.ttl:type_name -> google.protobuf.Duration
+	18, // 5: sessiond.v1.AcquireResponse.session:type_name -> sessiond.v1.Session
+	17, // 6: sessiond.v1.TryAcquireRequest.ttl:type_name -> google.protobuf.Duration
 	0,  // 7: sessiond.v1.TryAcquireResponse.grant:type_name -> sessiond.v1.Grant
-	8,  // 8: sessiond.v1.TryAcquireResponse.session:type_name -> sessiond.v1.Session
-	1,  // 9: sessiond.v1.LockService.Acquire:input_type -> sessiond.v1.AcquireRequest
-	3,  // 10: sessiond.v1.LockService.TryAcquire:input_type -> sessiond.v1.TryAcquireRequest
-	5,  // 11: sessiond.v1.LockService.Release:input_type -> sessiond.v1.ReleaseRequest
-	2,  // 12: sessiond.v1.LockService.Acquire:output_type -> sessiond.v1.AcquireResponse
-	4,  // 13: sessiond.v1.LockService.TryAcquire:output_type -> sessiond.v1.TryAcquireResponse
-	6,  // 14: sessiond.v1.LockService.Release:output_type -> sessiond.v1.ReleaseResponse
-	12, // [12:15] is the sub-list for method output_type
-	9,  // [9:12] is the sub-list for method input_type
-	9,  // [9:9] is the sub-list for extension type_name
-	9,  // [9:9] is the sub-list for extension extendee
-	0,  // [0:9] is the sub-list for field type_name
+	18, // 8: sessiond.v1.TryAcquireResponse.session:type_name -> sessiond.v1.Session
+	8,  // 9: sessiond.v1.AttachRequest.hello:type_name -> sessiond.v1.AttachHello
+	9,  // 10: sessiond.v1.AttachRequest.claims:type_name -> sessiond.v1.AttachClaims
+	10, // 11: sessiond.v1.AttachRequest.abandon:type_name -> sessiond.v1.AttachAbandon
+	11, // 12: sessiond.v1.AttachRequest.goodbye:type_name -> sessiond.v1.AttachGoodbye
+	12, // 13: sessiond.v1.AttachClaims.requests:type_name -> sessiond.v1.LockRequest
+	12, // 14: sessiond.v1.AttachAbandon.requests:type_name -> sessiond.v1.LockRequest
+	14, // 15: sessiond.v1.AttachResponse.attached:type_name -> sessiond.v1.AttachAttached
+	15, // 16: sessiond.v1.AttachResponse.ask:type_name -> sessiond.v1.AttachAsk
+	16, // 17: sessiond.v1.AttachResponse.ping:type_name -> sessiond.v1.AttachPing
+	17, // 18: sessiond.v1.AttachAttached.grace:type_name -> google.protobuf.Duration
+	17, // 19: sessiond.v1.AttachAttached.ping_interval:type_name -> google.protobuf.Duration
+	1,  // 20: sessiond.v1.LockService.Acquire:input_type -> sessiond.v1.AcquireRequest
+	3,  // 21: sessiond.v1.LockService.TryAcquire:input_type -> sessiond.v1.TryAcquireRequest
+	5,  // 22: sessiond.v1.LockService.Release:input_type -> sessiond.v1.ReleaseRequest
+	7,  // 23: sessiond.v1.LockService.Attach:input_type -> sessiond.v1.AttachRequest
+	2,  // 24: sessiond.v1.LockService.Acquire:output_type -> sessiond.v1.AcquireResponse
+	4,  // 25: sessiond.v1.LockService.TryAcquire:output_type -> sessiond.v1.TryAcquireResponse
+	6,  // 26: sessiond.v1.LockService.Release:output_type -> sessiond.v1.ReleaseResponse
+	13, // 27: sessiond.v1.LockService.Attach:output_type -> sessiond.v1.AttachResponse
+	24, // [24:28] is the sub-list for method output_type
+	20, // [20:24] is the sub-list for method input_type
+	20, // [20:20] is the sub-list for extension type_name
+	20, // [20:20] is the sub-list for extension extendee
+	0,  // [0:20] is the sub-list for field type_name
 }
 
 func init() { file_sessiond_v1_lock_proto_init() }
@@ -634,13 +1328,24 @@ func file_sessiond_v1_lock_proto_init() {
 		return
 	}
 	file_sessiond_v1_session_proto_init()
+	file_sessiond_v1_lock_proto_msgTypes[7].OneofWrappers = []any{
+		(*AttachRequest_Hello)(nil),
+		(*AttachRequest_Claims)(nil),
+		(*AttachRequest_Abandon)(nil),
+		(*AttachRequest_Goodbye)(nil),
+	}
+	file_sessiond_v1_lock_proto_msgTypes[13].OneofWrappers = []any{
+		(*AttachResponse_Attached)(nil),
+		(*AttachResponse_Ask)(nil),
+		(*AttachResponse_Ping)(nil),
+	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_sessiond_v1_lock_proto_rawDesc), len(file_sessiond_v1_lock_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   17,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -22,6 +22,7 @@ const (
 	LockService_Acquire_FullMethodName    = "/sessiond.v1.LockService/Acquire"
 	LockService_TryAcquire_FullMethodName = "/sessiond.v1.LockService/TryAcquire"
 	LockService_Release_FullMethodName    = "/sessiond.v1.LockService/Release"
+	LockService_Attach_FullMethodName     = "/sessiond.v1.LockService/Attach"
 )
 
 // LockServiceClient is the client API for LockService service.
@@ -37,6 +38,13 @@ const (
 // comes, and so a holder that outlives its TTL can do no harm. A TTL is a lower bound: it ends at most a tenth of it (at
 // least 2 s) late, plus the time that etcd takes to expire a lease (about 1 s); a change of etcd's leader starts
 // running TTLs anew.
+//
+// What ends a lock or a place in a queue before its time:
+//   - A front-end that dies, if it was attached: its entries go when it has been away for the grace period (2 s by default)
+//     after the node found out. A process that is killed is found out at once; one that is cut off or frozen within 3 s.
+//   - A node that dies: calls that waited on it lose their places 3 s to 4 s after it, unless a retry on another node has
+//     taken them over. Held locks stay with their holders. A front-end that was attached to it has the grace period on
+//     top of that to attach elsewhere.
 //
 // Any method may also return INVALID_ARGUMENT, BACKEND_UNAVAILABLE (within 3 s, not after the lock's timeout),
 // SHUTTING_DOWN and INTERNAL.
@@ -56,6 +64,18 @@ type LockServiceClient interface {
 	// late or repeated release never frees a newer grant. One commit. A retry after a lost answer meets LOCK_NOT_HELD.
 	// Reasons: LOCK_NOT_HELD (also when the session is gone).
 	Release(ctx context.Context, in *ReleaseRequest, opts ...grpc.CallOption) (*ReleaseResponse, error)
+	// Attach makes a front-end known, by a stream that it keeps open as long as it lives, so that its locks do not outlive
+	// it by their TTL: when the stream breaks and the front-end does not attach again, on any node, within the grace
+	// period, everything that it acquired (AcquireRequest.front_end), held or waited for, through any node, is released.
+	//
+	// The front-end sends a hello and is answered with attached; only then is it. From then on the node sends a ping at least
+	// every ping_interval: a front-end that hears nothing for three of them should attach elsewhere. It answers each ask
+	// with its claims. To leave, it says goodbye, and the node ends the stream when its locks are released.
+	//
+	// The stream ends without an error after a goodbye, and when the front-end has attached anew; with
+	// BACKEND_UNAVAILABLE or SHUTTING_DOWN when the node cannot vouch for it any more: attach elsewhere at once. To attach
+	// costs one commit and to detach one more; keeping the stream costs none.
+	Attach(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AttachRequest, AttachResponse], error)
 }
 
 type lockServiceClient struct {
@@ -96,6 +116,19 @@ func (c *lockServiceClient) Release(ctx context.Context, in *ReleaseRequest, opt
 	return out, nil
 }
 
+func (c *lockServiceClient) Attach(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[AttachRequest, AttachResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &LockService_ServiceDesc.Streams[0], LockService_Attach_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[AttachRequest, AttachResponse]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type LockService_AttachClient = grpc.BidiStreamingClient[AttachRequest, AttachResponse]
+
 // LockServiceServer is the server API for LockService service.
 // All implementations must embed UnimplementedLockServiceServer
 // for forward compatibility.
@@ -109,6 +142,13 @@ func (c *lockServiceClient) Release(ctx context.Context, in *ReleaseRequest, opt
 // comes, and so a holder that outlives its TTL can do no harm. A TTL is a lower bound: it ends at most a tenth of it (at
 // least 2 s) late, plus the time that etcd takes to expire a lease (about 1 s); a change of etcd's leader starts
 // running TTLs anew.
+//
+// What ends a lock or a place in a queue before its time:
+//   - A front-end that dies, if it was attached: its entries go when it has been away for the grace period (2 s by default)
+//     after the node found out. A process that is killed is found out at once; one that is cut off or frozen within 3 s.
+//   - A node that dies: calls that waited on it lose their places 3 s to 4 s after it, unless a retry on another node has
+//     taken them over. Held locks stay with their holders. A front-end that was attached to it has the grace period on
+//     top of that to attach elsewhere.
 //
 // Any method may also return INVALID_ARGUMENT, BACKEND_UNAVAILABLE (within 3 s, not after the lock's timeout),
 // SHUTTING_DOWN and INTERNAL.
@@ -128,6 +168,18 @@ type LockServiceServer interface {
 	// late or repeated release never frees a newer grant. One commit. A retry after a lost answer meets LOCK_NOT_HELD.
 	// Reasons: LOCK_NOT_HELD (also when the session is gone).
 	Release(context.Context, *ReleaseRequest) (*ReleaseResponse, error)
+	// Attach makes a front-end known, by a stream that it keeps open as long as it lives, so that its locks do not outlive
+	// it by their TTL: when the stream breaks and the front-end does not attach again, on any node, within the grace
+	// period, everything that it acquired (AcquireRequest.front_end), held or waited for, through any node, is released.
+	//
+	// The front-end sends a hello and is answered with attached; only then is it. From then on the node sends a ping at least
+	// every ping_interval: a front-end that hears nothing for three of them should attach elsewhere. It answers each ask
+	// with its claims. To leave, it says goodbye, and the node ends the stream when its locks are released.
+	//
+	// The stream ends without an error after a goodbye, and when the front-end has attached anew; with
+	// BACKEND_UNAVAILABLE or SHUTTING_DOWN when the node cannot vouch for it any more: attach elsewhere at once. To attach
+	// costs one commit and to detach one more; keeping the stream costs none.
+	Attach(grpc.BidiStreamingServer[AttachRequest, AttachResponse]) error
 	mustEmbedUnimplementedLockServiceServer()
 }
 
@@ -146,6 +198,9 @@ func (UnimplementedLockServiceServer) TryAcquire(context.Context, *TryAcquireReq
 }
 func (UnimplementedLockServiceServer) Release(context.Context, *ReleaseRequest) (*ReleaseResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Release not implemented")
+}
+func (UnimplementedLockServiceServer) Attach(grpc.BidiStreamingServer[AttachRequest, AttachResponse]) error {
+	return status.Error(codes.Unimplemented, "method Attach not implemented")
 }
 func (UnimplementedLockServiceServer) mustEmbedUnimplementedLockServiceServer() {}
 func (UnimplementedLockServiceServer) testEmbeddedByValue()                     {}
@@ -222,6 +277,13 @@ func _LockService_Release_Handler(srv interface{}, ctx context.Context, dec func
 	return interceptor(ctx, in, info, handler)
 }
 
+func _LockService_Attach_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(LockServiceServer).Attach(&grpc.GenericServerStream[AttachRequest, AttachResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type LockService_AttachServer = grpc.BidiStreamingServer[AttachRequest, AttachResponse]
+
 // LockService_ServiceDesc is the grpc.ServiceDesc for LockService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -242,6 +304,13 @@ var LockService_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _LockService_Release_Handler,
 		},
 	},
-	Streams:  []grpc.StreamDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "Attach",
+			Handler:       _LockService_Attach_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
+		},
+	},
 	Metadata: "sessiond/v1/lock.proto",
 }

@@ -91,6 +91,7 @@ func parse(args []string, getenv func(string) string) (*options, error) {
 	fs.StringVar(&o.cfg.Prefix, "prefix", sessiond.DefaultPrefix, "`prefix` of all keys in etcd, ends with a slash")
 	fs.IntVar(&o.cfg.MaxSessionBytes, "max-session-bytes", sessiond.DefaultMaxSessionBytes, "limit of a session's data in `bytes`")
 	fs.IntVar(&o.cfg.MaxWaiters, "max-waiters", sessiond.DefaultMaxWaiters, "limit of the `callers` that wait for one lock")
+	fs.DurationVar(&o.cfg.AttachGrace, "attach-grace", sessiond.DefaultAttachGrace, "how `long` an attached front-end may be away until its locks are released")
 	fs.DurationVar(&o.cfg.Grace, "grace", sessiond.DefaultGrace, "how `long` running calls may take at shutdown")
 	fs.StringVar(&o.cfg.MetricsListen, "metrics-listen", "", "`address` to serve /metrics, /healthz and /readyz on: host:port (default off)")
 	fs.TextVar(&o.level, "log-level", slog.LevelInfo, "least `level` to log: debug, info, warn or error")
@@ -137,6 +138,9 @@ func parse(args []string, getenv func(string) string) (*options, error) {
 	if o.cfg.Grace == 0 {
 		return o, errors.New("--grace: must be more than 0")
 	}
+	if o.cfg.AttachGrace == 0 {
+		return o, errors.New("--attach-grace: must be more than 0")
+	}
 	if o.cfg.Listen == "" || o.cfg.Prefix == "" || o.cfg.Store == "" {
 		return o, errors.New("--listen, --prefix and --store: must not be empty")
 	}
@@ -173,7 +177,7 @@ func allowed(f *flag.Flag) string {
 	switch f.Name {
 	case "log-level":
 		return "debug, info, warn or error"
-	case "grace":
+	case "grace", "attach-grace":
 		return "a duration, like 10s"
 	case "max-session-bytes", "max-waiters":
 		return "a whole number"

@@ -30,7 +30,7 @@ func TestUsageErrors(t *testing.T) {
 		env  []string
 		want string
 	}{
-		{"unknown flag", []string{"--bogus"}, nil, "unknown flag --bogus: allowed are --data-dir,"},
+		{"unknown flag", []string{"--bogus"}, nil, "unknown flag --bogus: allowed are --attach-grace, --data-dir,"},
 		{"argument", []string{"serve"}, nil, `unexpected argument "serve"`},
 		{"no value", []string{"--listen"}, nil, "listen"},
 		{"level", []string{"--log-level", "loud"}, nil, "--log-level: must be debug, info, warn or error"},
@@ -40,6 +40,8 @@ func TestUsageErrors(t *testing.T) {
 		{"too much", []string{"--max-session-bytes", "4194305"}, nil, "must be 1 to 4194304"},
 		{"grace", []string{"--grace", "10"}, nil, "--grace: must be a duration, like 10s"},
 		{"no grace", []string{"--grace", "0s"}, nil, "--grace: must be more than 0"},
+		{"no attach grace", []string{"--attach-grace", "0s"}, nil, "--attach-grace: must be more than 0"},
+		{"long attach grace", []string{"--attach-grace", "2m", "--data-dir", "d"}, nil, "attach grace: must be 100ms to 1m0s"},
 		{"empty", []string{"--prefix", ""}, nil, "must not be empty"},
 		{"listen", []string{"--listen", "7400"}, nil, `"7400" is not host:port or unix:/path`},
 		{"both", []string{"--data-dir", "d", "--etcd-endpoints", "a:1"}, nil, "exactly one of"},

@@ -16,6 +16,8 @@ const (
 	maxFeedEvents = 256
 	maxFeedBytes  = 4 << 20
 	reopenAfter   = 100 * time.Millisecond
+	// How many watches a node has.
+	watches = 3
 	// How often a watch is asked for a sign of life, and how long it may keep silent.
 	watchAskEvery = 800 * time.Millisecond
 	watchSilence  = 2 * time.Second
@@ -23,11 +25,14 @@ const (
 
 var errWatchSilent = errors.New("watch gives no sign of life")
 
-// hub hands what the node's two watches bring to those on this node whom it concerns. Who registers does so before
+// hub hands what the node's watches bring to those on this node whom it concerns. Who registers does so before
 // reading, so that what happens between the two is not missed. It never waits for anyone.
 type hub struct {
 	keys     keys
 	released func(key string, revision int64)
+	// expired and died are told of sessions (escaped) and nodes that have gone. They do not wait for anything.
+	expired func(session string)
+	died    func()
 
 	mu      sync.Mutex
 	waiters map[string]map[*waiter]struct{} // by escaped session id
@@ -48,12 +53,11 @@ type waiter struct {
 	gone   map[string]int64
 }
 
-func newHub(k keys, released func(string, int64)) *hub {
+func newHub(k keys) *hub {
 	return &hub{
-		keys:     k,
-		released: released,
-		waiters:  map[string]map[*waiter]struct{}{},
-		feeds:    map[string]map[*feed]struct{}{},
+		keys:    k,
+		waiters: map[string]map[*waiter]struct{}{},
+		feeds:   map[string]map[*feed]struct{}{},
 	}
 }
 
@@ -137,6 +141,10 @@ func (h *hub) onDelete(ev *clientv3.Event) {
 	case 'l':
 		h.released(key, revision)
 	case 's':
+		h.expired(sessionID)
+	case 'n':
+		h.died()
+		return
 	default:
 		return
 	}
@@ -174,11 +182,17 @@ func (h *hub) onMessage(ev *clientv3.Event) {
 	}
 }
 
-// opened is called when a watch has begun: whatever happened before is for the readers to find out.
+// opened is called when a watch has begun.
 func (h *hub) opened() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.open++
+}
+
+// wakeAll has the readers find out what happened before a watch began.
+func (h *hub) wakeAll() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
 	for _, ws := range h.waiters {
 		for w := range ws {
 			w.signal()
@@ -200,13 +214,22 @@ func (h *hub) closed() {
 func (h *hub) watching() bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return h.open == 2
+	return h.open == watches
+}
+
+// watched is what a watch is for.
+type watched struct {
+	prefix string
+	// opened is called when the watch has begun, before any event.
+	opened func(context.Context) error
+	handle func(*clientv3.Event)
+	opts   []clientv3.OpOption
 }
 
 // watch keeps one watch open until ctx ends.
-func (s *Store) watch(ctx context.Context, prefix string, handle func(*clientv3.Event), watcher clientv3.Watcher, filter clientv3.OpOption) {
+func (s *Store) watch(ctx context.Context, watcher clientv3.Watcher, w watched) {
 	for {
-		err := s.watchOnce(ctx, prefix, handle, watcher, filter)
+		err := s.watchOnce(ctx, watcher, w)
 		wait := time.NewTimer(reopenAfter)
 		select {
 		case <-wait.C:
@@ -218,9 +241,9 @@ func (s *Store) watch(ctx context.Context, prefix string, handle func(*clientv3.
 	}
 }
 
-func (s *Store) watchOnce(ctx context.Context, prefix string, handle func(*clientv3.Event), watcher clientv3.Watcher, filter clientv3.OpOption) error {
+func (s *Store) watchOnce(ctx context.Context, watcher clientv3.Watcher, w watched) error {
 	// The client puts watches with the same metadata on one stream; large messages are not to hold up releases.
-	ctx = metadata.AppendToOutgoingContext(clientv3.WithRequireLeader(ctx), "sessiond-watch", prefix)
+	ctx = metadata.AppendToOutgoingContext(clientv3.WithRequireLeader(ctx), "sessiond-watch", w.prefix)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	open := false
@@ -229,7 +252,7 @@ func (s *Store) watchOnce(ctx context.Context, prefix string, handle func(*clien
 			s.hub.closed()
 		}
 	}()
-	updates := watcher.Watch(ctx, prefix, clientv3.WithPrefix(), clientv3.WithCreatedNotify(), filter)
+	updates := watcher.Watch(ctx, w.prefix, append([]clientv3.OpOption{clientv3.WithPrefix(), clientv3.WithCreatedNotify()}, w.opts...)...)
 	ask := time.NewTicker(watchAskEvery)
 	defer ask.Stop()
 	heard := time.Now()
@@ -244,11 +267,14 @@ func (s *Store) watchOnce(ctx context.Context, prefix string, handle func(*clien
 				return err
 			}
 			if resp.Created && !open {
+				if err := w.opened(ctx); err != nil {
+					return err
+				}
 				open = true
 				s.hub.opened()
 			}
 			for _, ev := range resp.Events {
-				handle(ev)
+				w.handle(ev)
 			}
 		case <-ask.C:
 			// A member that has died without a word is noticed by gRPC only after some 10 s. One that lives answers this

@@ -12,6 +12,8 @@ import (
 //	l/<session>/<request>                             lock entry
 //	m/<session>/<stream>/<request>/c<n>               an earlier chunk of a message
 //	m/<session>/<stream>/<request>/e<bytes>-<chunks>  its last chunk, of that many bytes, after that many chunks
+//	n/<node>                                          a node that lives
+//	a/<front-end>                                     where a front-end is attached
 //
 // A slash in a name is escaped, so that no name can reach into the range of another. The sizes are in the key so that
 // limits are checked without reading values.
@@ -19,24 +21,37 @@ type keys struct {
 	prefix string
 }
 
-var escaper = strings.NewReplacer("%", "%25", "/", "%2F")
+var (
+	escaper   = strings.NewReplacer("%", "%25", "/", "%2F")
+	unescaper = strings.NewReplacer("%2F", "/", "%25", "%")
+)
 
-func (k keys) session(id string) string { return k.prefix + "s/" + escaper.Replace(id) }
-func (k keys) locks(id string) string   { return k.prefix + "l/" + escaper.Replace(id) + "/" }
+func (k keys) session(id string) string { return k.sessionOf(escaper.Replace(id)) }
+func (k keys) locks(id string) string   { return k.locksOf(escaper.Replace(id)) }
 func (k keys) lock(id, request string) string {
 	return k.locks(id) + escaper.Replace(request)
 }
+func (k keys) allLocks() string           { return k.prefix + "l/" }
+func (k keys) allNodes() string           { return k.prefix + "n/" }
+func (k keys) node(id string) string      { return k.allNodes() + id }
+func (k keys) allFrontEnds() string       { return k.prefix + "a/" }
+func (k keys) frontEnd(id string) string  { return k.allFrontEnds() + escaper.Replace(id) }
 func (k keys) allMessages() string        { return k.prefix + "m/" }
-func (k keys) messages(id string) string  { return k.allMessages() + escaper.Replace(id) + "/" }
+func (k keys) messages(id string) string  { return k.messagesOf(escaper.Replace(id)) }
 func (k keys) stream(id, s string) string { return k.messages(id) + escaper.Replace(s) + "/" }
 func (k keys) message(id, stream, request string) string {
 	return k.stream(id, stream) + escaper.Replace(request) + "/"
 }
 
+// These take an escaped id.
+func (k keys) sessionOf(escaped string) string  { return k.prefix + "s/" + escaped }
+func (k keys) locksOf(escaped string) string    { return k.allLocks() + escaped + "/" }
+func (k keys) messagesOf(escaped string) string { return k.allMessages() + escaped + "/" }
+
 func chunkName(n int) string            { return fmt.Sprintf("c%03d", n) }
 func lastName(bytes, chunks int) string { return fmt.Sprintf("e%d-%d", bytes, chunks) }
 
-// kind splits a key into its kind (s, l or m), the escaped session id and the rest.
+// kind splits a key into its kind (s, l, m, n or a), the escaped session id (or the node, or the front-end) and the rest.
 func (k keys) kind(key string) (kind byte, session, rest string) {
 	key, ok := strings.CutPrefix(key, k.prefix)
 	if !ok || len(key) < 2 || key[1] != '/' {
@@ -82,6 +97,5 @@ func (k keys) part(key string) (part, bool) {
 }
 
 func request(lockKey string) string {
-	name := lockKey[strings.LastIndexByte(lockKey, '/')+1:]
-	return strings.NewReplacer("%2F", "/", "%25", "%").Replace(name)
+	return unescaper.Replace(lockKey[strings.LastIndexByte(lockKey, '/')+1:])
 }

@@ -179,11 +179,18 @@ func (p *place) Join(ctx context.Context, ifFree bool) (lock.View, error) {
 func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool, err error) {
 	s, r := p.s, p.r
 	s.hub.unset(p.waiter)
+	// Without its key, the node's waiting entries would count as those of a dead one.
+	if err := s.live.wait(ctx); err != nil {
+		return v, false, err
+	}
 	l, err := s.pool.take(ctx, r.TTL)
 	if err != nil {
 		return v, false, err
 	}
-	mine := entryRecord{Holder: r.Holder, Node: s.node, Mark: s.marks.Add(1)}.encode()
+	mine := entryRecord{
+		Holder: r.Holder, Node: s.node, Mark: s.marks.Add(1),
+		FrontEnd: r.FrontEnd, Attached: r.FrontEnd != "" && s.live.attached(r.FrontEnd),
+	}.encode()
 	p.value = mine
 	cmps := []clientv3.Cmp{exists(s.keys.session(r.Session)), missing(p.key)}
 	if ifFree {

@@ -146,8 +146,7 @@ func TestBrokenWatch(t *testing.T) {
 		}
 	}
 	s.store.hub.mu.Unlock()
-	s.store.hub.closed()
-	s.store.hub.opened()
+	s.store.hub.wakeAll()
 	if err := <-done; err != nil {
 		t.Error(err)
 	}

@@ -61,6 +61,17 @@ type entryRecord struct {
 	// unique, so who wrote an entry last can be told from its value alone.
 	Node string `json:"node"`
 	Mark uint64 `json:"mark"`
+	// FrontEnd is whose entry it is, and Attached says that it was attached when the entry was made: if it is attached
+	// nowhere any more, the entry is nobody's. One that never attached is left to the TTL.
+	FrontEnd string `json:"fe,omitempty"`
+	Attached bool   `json:"att,omitempty"`
+}
+
+// frontEndRecord says where a front-end is attached.
+type frontEndRecord struct {
+	Format int    `json:"f"`
+	Node   string `json:"node"`
+	Number uint64 `json:"number"`
 }
 
 func (e entryRecord) encode() string {
@@ -81,4 +92,24 @@ func decodeEntry(b []byte) (entryRecord, error) {
 		return e, fmt.Errorf("%w: lock entry: format %d", session.ErrFormat, e.Format)
 	}
 	return e, nil
+}
+
+func (r frontEndRecord) encode() string {
+	r.Format = recordFormat
+	b, err := json.Marshal(r)
+	if err != nil {
+		panic(err) // strings and numbers only
+	}
+	return string(b)
+}
+
+func decodeFrontEnd(b []byte) (frontEndRecord, error) {
+	var r frontEndRecord
+	if err := json.Unmarshal(b, &r); err != nil {
+		return r, fmt.Errorf("%w: front-end: %w", session.ErrFormat, err)
+	}
+	if r.Format != recordFormat {
+		return r, fmt.Errorf("%w: front-end: format %d", session.ErrFormat, r.Format)
+	}
+	return r, nil
 }

@@ -58,7 +58,12 @@ func (s *Store) CreateSession(ctx context.Context, id string, data []byte, ttl t
 	resp, until, err := s.withLease(octx, ttl, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
 		return s.txn(octx,
 			[]clientv3.Cmp{missing(key)},
-			[]clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},
+			[]clientv3.Op{
+				clientv3.OpPut(key, value, clientv3.WithLease(lease)),
+				// What an expired session of the same id left, if nobody has removed it yet.
+				clientv3.OpDelete(s.keys.locks(id), clientv3.WithPrefix()),
+				clientv3.OpDelete(s.keys.messages(id), clientv3.WithPrefix()),
+			},
 			nil)
 	})
 	if err != nil {

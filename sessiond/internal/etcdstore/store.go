@@ -5,13 +5,20 @@
 //
 //   - sessions and messages share leases by TTL (leases), lock entries take theirs out of a pool (pool), so that hardly
 //     any operation grants or revokes one;
-//   - a node has two watches for all its waiters and subscribers (hub), opened once: a watch that is opened for one waiter
-//     at a revision gone by would join etcd's slow group and cost 100 ms a hand-over.
+//   - a node has one watch for all its waiters and one for all its subscribers (hub), opened once: a watch that is opened
+//     for one waiter at a revision gone by would join etcd's slow group and cost 100 ms a hand-over.
+//
+// A node has a key on a lease that it keeps alive, the only one (liveness), and notes on the same lease which front-ends
+// are attached to it. What dead nodes and front-ends leave in the queues is found by passes over all queues (passes), not by an
+// index or by lists in memory: a pass is needed only when something dies, a cluster has at most as many entries as
+// requests are under way, and a list in memory is lost with its node. What an expired session leaves is removed by
+// one of the nodes that see it go (cleaner).
 //
 // Every call to etcd has a deadline, and whatever etcd answers that is not about the data is session.ErrUnavailable.
 package etcdstore
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -55,11 +62,13 @@ type Config struct {
 	Members int
 	// Prefix is put before every key.
 	Prefix string
+	// AttachGrace is how long a front-end may be attached nowhere. Default lock.DefaultAttachGrace.
+	AttachGrace time.Duration
 	// Logger takes changes in the state of the store.
 	Logger *slog.Logger
 }
 
-// Store implements session.Store, lock.Store and message.Store. Its methods may be called concurrently.
+// Store implements session.Store, lock.Store, lock.FrontEndStore and message.Store. Its methods may be called concurrently.
 type Store struct {
 	kv     kv
 	lease  lease
@@ -70,20 +79,25 @@ type Store struct {
 	grants atomic.Int64
 	checks atomic.Int64
 
-	leases *leases
-	pool   *pool
-	hub    *hub
-	left   *leftovers
-	health *health
+	leases  *leases
+	pool    *pool
+	hub     *hub
+	left    *leftovers
+	health  *health
+	live    *liveness
+	passes  *passes
+	sweeper *sweeper
+	cleaner *cleaner
 
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 }
 
 var (
-	_ session.Store = (*Store)(nil)
-	_ lock.Store    = (*Store)(nil)
-	_ message.Store = (*Store)(nil)
+	_ session.Store      = (*Store)(nil)
+	_ lock.Store         = (*Store)(nil)
+	_ lock.FrontEndStore = (*Store)(nil)
+	_ message.Store      = (*Store)(nil)
 )
 
 // Open starts a Store. It does not wait for etcd. Close it before its clients.
@@ -99,15 +113,43 @@ func Open(cfg Config) *Store {
 	}
 	s.leases = newLeases(s.lease, &s.grants)
 	s.pool = newPool(s.lease, &s.grants)
-	s.hub = newHub(s.keys, s.pool.released)
 	s.left = newLeftovers()
 	s.health = newHealth()
+	s.live = newLiveness(s.keys)
+	s.passes = newPasses()
+	s.sweeper = newSweeper(cmp.Or(cfg.AttachGrace, lock.DefaultAttachGrace))
+	s.cleaner = newCleaner(s.node)
+	s.hub = newHub(s.keys)
+	s.hub.released = s.pool.released
+	s.hub.expired = s.cleaner.expired
+	s.hub.died = s.nodeDied
 
 	s.wg.Go(func() { s.pool.run(ctx) })
 	s.wg.Go(func() { s.probe(ctx) })
 	s.wg.Go(func() { s.clearLeftovers(ctx) })
-	s.wg.Go(func() { s.watch(ctx, s.keys.prefix, s.hub.onDelete, cfg.Watcher, clientv3.WithFilterPut()) })
-	s.wg.Go(func() { s.watch(ctx, s.keys.allMessages(), s.hub.onMessage, cfg.Watcher, clientv3.WithFilterDelete()) })
+	s.wg.Go(func() { s.keepNode(ctx) })
+	s.wg.Go(func() { s.sweep(ctx) })
+	s.wg.Go(func() { s.clean(ctx) })
+	for _, w := range []watched{
+		{
+			prefix: s.keys.prefix, handle: s.hub.onDelete, opts: []clientv3.OpOption{clientv3.WithFilterPut()},
+			opened: func(context.Context) error {
+				s.hub.wakeAll()
+				s.nodeDied() // perhaps, while there was no watch
+				return nil
+			},
+		},
+		{
+			prefix: s.keys.allMessages(), handle: s.hub.onMessage, opts: []clientv3.OpOption{clientv3.WithFilterDelete()},
+			opened: func(context.Context) error {
+				s.hub.wakeAll()
+				return nil
+			},
+		},
+		{prefix: s.keys.allFrontEnds(), handle: s.live.onFrontEnd, opened: s.loadFrontEnds},
+	} {
+		s.wg.Go(func() { s.watch(ctx, cfg.Watcher, w) })
+	}
 	return s
 }
 
@@ -119,6 +161,7 @@ func (s *Store) Close(ctx context.Context) {
 	if !s.isDown() {
 		s.removeLeftovers(ctx)
 		s.pool.close(ctx)
+		s.leave(ctx)
 	}
 }
 
@@ -224,12 +267,15 @@ func (s *Store) probe(ctx context.Context) {
 		began := time.Now()
 		limit := max(downAfter-began.Sub(lastGood), downAfter/4)
 		pctx, cancel := context.WithTimeout(clientv3.WithRequireLeader(ctx), limit)
-		_, err := s.kv.Get(pctx, s.keys.prefix+"n", clientv3.WithCountOnly())
+		resp, err := s.kv.Get(pctx, s.keys.allNodes(), clientv3.WithPrefix(), clientv3.WithKeysOnly())
 		cancel()
+		if err == nil {
+			s.cleaner.setNodes(s.nodeIDs(resp))
+		}
 		switch {
 		case ctx.Err() != nil:
 			return
-		case err == nil && s.hub.watching():
+		case err == nil && s.hub.watching() && s.live.isKnown():
 			lastGood = began
 			if s.health.set(true) {
 				s.logger.InfoContext(ctx, "etcd is reachable")
@@ -243,7 +289,7 @@ func (s *Store) probe(ctx context.Context) {
 			}
 		}
 		every := probeEvery
-		if !s.hub.watching() {
+		if !s.hub.watching() || !s.live.isKnown() {
 			every = probeOpening
 		}
 		wait := time.NewTimer(every)

@@ -6,6 +6,8 @@
 //
 // A retry of an acquire finds the entry of its request id and takes it over, from then on the entry is its own: an older
 // call for the same request that gives up later leaves it alone, and so can end neither its place nor its grant.
+//
+// A request may name its front-end. FrontEnds then has the rules by which what a front-end acquired goes with it.
 package lock
 
 import (
@@ -61,7 +63,9 @@ type Request struct {
 	ID string
 	// Holder is who asks.
 	Holder string
-	TTL    time.Duration
+	// FrontEnd is the front-end that asks, with which the lock goes if it is attached. Empty: none.
+	FrontEnd string
+	TTL      time.Duration
 	// Timeout is how long to wait. Zero: not at all.
 	Timeout time.Duration
 	// Read asks for the session along with the grant.

@@ -77,7 +77,8 @@ func (s *sessionService) Destroy(ctx context.Context, r *sessiondv1.DestroyReque
 
 type lockService struct {
 	sessiondv1.UnimplementedLockServiceServer
-	rules *lock.Service
+	rules     *lock.Service
+	frontEnds *lock.FrontEnds // nil: the store does not know any
 }
 
 func (s *lockService) Acquire(ctx context.Context, r *sessiondv1.AcquireRequest) (*sessiondv1.AcquireResponse, error) {
@@ -122,6 +123,60 @@ func (s *lockService) Release(ctx context.Context, r *sessiondv1.ReleaseRequest)
 		return nil, err
 	}
 	return &sessiondv1.ReleaseResponse{}, nil
+}
+
+// Attach reads the stream beside the rules, and hands on what is said.
+func (s *lockService) Attach(stream grpc.BidiStreamingServer[sessiondv1.AttachRequest, sessiondv1.AttachResponse]) error {
+	if s.frontEnds == nil {
+		return s.UnimplementedLockServiceServer.Attach(stream)
+	}
+	first, err := stream.Recv()
+	if err != nil {
+		return err
+	}
+	hello, err := checkHello(first)
+	if err != nil {
+		return err
+	}
+	// The reader ends when this function has returned, for that ends the stream.
+	ctx, fail := context.WithCancelCause(stream.Context())
+	defer fail(nil)
+	said := make(chan lock.Said)
+	go func() {
+		defer close(said)
+		for {
+			r, err := stream.Recv()
+			if err != nil {
+				return
+			}
+			next, err := checkSaid(r)
+			if err != nil {
+				fail(err)
+				return
+			}
+			select {
+			case said <- next:
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+	return s.frontEnds.Attach(ctx, hello.GetFrontEnd(), hello.GetNumber(), said, func(t lock.Told) error {
+		return stream.Send(s.toAttachResponse(t))
+	})
+}
+
+func (s *lockService) toAttachResponse(t lock.Told) *sessiondv1.AttachResponse {
+	switch {
+	case t.Attached:
+		return &sessiondv1.AttachResponse{Message: &sessiondv1.AttachResponse_Attached{Attached: &sessiondv1.AttachAttached{
+			Grace: durationpb.New(s.frontEnds.Grace()), PingInterval: durationpb.New(lock.PingEvery),
+		}}}
+	case t.Ask:
+		return &sessiondv1.AttachResponse{Message: &sessiondv1.AttachResponse_Ask{Ask: &sessiondv1.AttachAsk{Position: t.Position}}}
+	default:
+		return &sessiondv1.AttachResponse{Message: &sessiondv1.AttachResponse_Ping{Ping: &sessiondv1.AttachPing{}}}
+	}
 }
 
 type messageService struct {

@@ -128,18 +128,68 @@ func (c *check) lockRequest(r interface {
 	GetHolder() string
 	GetTtl() *durationpb.Duration
 	GetReadSession() bool
+	GetFrontEnd() string
 },
 ) lock.Request {
 	c.name("session_id", r.GetSessionId(), false)
 	c.name("request_id", r.GetRequestId(), true)
 	c.name("holder", r.GetHolder(), true)
+	c.name("front_end", r.GetFrontEnd(), true)
 	return lock.Request{
-		Session: r.GetSessionId(),
-		ID:      r.GetRequestId(),
-		Holder:  r.GetHolder(),
-		TTL:     c.duration("ttl", r.GetTtl(), lock.DefaultTTL, lock.MinTTL, lock.MaxTTL),
-		Read:    r.GetReadSession(),
+		Session:  r.GetSessionId(),
+		ID:       r.GetRequestId(),
+		Holder:   r.GetHolder(),
+		FrontEnd: r.GetFrontEnd(),
+		TTL:      c.duration("ttl", r.GetTtl(), lock.DefaultTTL, lock.MinTTL, lock.MaxTTL),
+		Read:     r.GetReadSession(),
 	}
+}
+
+func checkHello(r *sessiondv1.AttachRequest) (*sessiondv1.AttachHello, error) {
+	var c check
+	hello := r.GetHello()
+	if hello == nil {
+		c.fault("hello", "must be the first message")
+		return nil, c.err()
+	}
+	c.name("hello.front_end", hello.GetFrontEnd(), false)
+	if hello.GetNumber() == 0 {
+		c.fault("hello.number", "must be at least 1")
+	}
+	return hello, c.err()
+}
+
+// checkSaid checks what comes after the hello.
+func checkSaid(r *sessiondv1.AttachRequest) (lock.Said, error) {
+	var c check
+	var said lock.Said
+	switch m := r.GetMessage().(type) {
+	case *sessiondv1.AttachRequest_Claims:
+		c.position("claims.position", m.Claims.GetPosition())
+		said = lock.Said{Claimed: true, Position: m.Claims.GetPosition()}
+		said.Claims = c.lockRequests("claims.requests", m.Claims.GetRequests(), lock.MaxClaims)
+	case *sessiondv1.AttachRequest_Abandon:
+		said.Abandoned = c.lockRequests("abandon.requests", m.Abandon.GetRequests(), lock.MaxAbandoned)
+	case *sessiondv1.AttachRequest_Goodbye:
+		said.Goodbye = true
+	default:
+		c.fault("message", "must be claims, abandon or goodbye after the hello")
+	}
+	return said, c.err()
+}
+
+func (c *check) lockRequests(field string, requests []*sessiondv1.LockRequest, most int) []lock.Claim {
+	if len(requests) > most {
+		c.fault(field, "must be at most %d", most)
+		return nil
+	}
+	claims := make([]lock.Claim, 0, len(requests))
+	for i, r := range requests {
+		c.name(fmt.Sprintf("%s[%d].session_id", field, i), r.GetSessionId(), false)
+		c.name(fmt.Sprintf("%s[%d].request_id", field, i), r.GetRequestId(), false)
+		claims = append(claims, lock.Claim{Session: r.GetSessionId(), Request: r.GetRequestId()})
+	}
+	return claims
 }
 
 func checkRelease(r *sessiondv1.ReleaseRequest) error {

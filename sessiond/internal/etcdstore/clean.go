@@ -1,0 +1,176 @@
+package etcdstore
+
+import (
+	"context"
+	"hash/fnv"
+	"io"
+	"slices"
+	"sync"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+)
+
+const (
+	// How long after a session has gone its leftovers are looked for: its waiters leave by themselves.
+	cleanAfter = 300 * time.Millisecond
+	// When another node looks again, in case that the first has died.
+	cleanAgainAfter = 6 * time.Second
+	// How many sessions' leftovers are looked for at one go, two reads each.
+	cleanTogether = maxTxnOps / 2
+	// How many sessions may wait for that. Beyond it, what they leave is left to its TTLs.
+	maxToClean = 200_000
+)
+
+// cleaner removes the lock entries and messages of sessions that have expired. All nodes see a session go; two of them are
+// picked by its id, so that the work is shared when very many expire at once. A destroyed session leaves nothing, and to
+// find that out costs a share of one read.
+type cleaner struct {
+	node string
+	more chan struct{}
+
+	mu    sync.Mutex
+	nodes []string // that live
+	soon  []expired
+	later []expired
+}
+
+type expired struct {
+	session string // escaped
+	due     time.Time
+}
+
+func newCleaner(node string) *cleaner {
+	return &cleaner{node: node, more: make(chan struct{}, 1)}
+}
+
+func (c *cleaner) setNodes(nodes []string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.nodes = nodes
+}
+
+// expired notes a session that has gone, if it is one of this node's.
+func (c *cleaner) expired(session string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	list, after := &c.soon, cleanAfter
+	switch c.placeLocked(session) {
+	case 0:
+	case 1:
+		list, after = &c.later, cleanAgainAfter
+	default:
+		return
+	}
+	if len(*list) >= maxToClean {
+		return
+	}
+	*list = append(*list, expired{session, time.Now().Add(after)})
+	select {
+	case c.more <- struct{}{}:
+	default:
+	}
+}
+
+// placeLocked is this node's place in the order in which nodes care for a session.
+func (c *cleaner) placeLocked(session string) int {
+	weight := func(node string) uint64 {
+		h := fnv.New64a()
+		_, _ = io.WriteString(h, session)
+		_, _ = io.WriteString(h, node)
+		return h.Sum64()
+	}
+	mine, place := weight(c.node), 0
+	for _, node := range c.nodes {
+		if node != c.node && weight(node) < mine {
+			place++
+		}
+	}
+	return place
+}
+
+// due takes out what is due, and says when there is more; 0: there is none.
+func (c *cleaner) due() (sessions []string, wait time.Duration) {
+	now := time.Now()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, list := range []*[]expired{&c.soon, &c.later} {
+		n := 0
+		for n < len(*list) && len(sessions) < cleanTogether && !(*list)[n].due.After(now) {
+			if s := (*list)[n].session; !slices.Contains(sessions, s) {
+				sessions = append(sessions, s)
+			}
+			n++
+		}
+		if *list = (*list)[n:]; len(*list) == 0 {
+			*list = nil
+			continue
+		}
+		if left := max((*list)[0].due.Sub(now), time.Millisecond); wait == 0 || left < wait {
+			wait = left
+		}
+	}
+	return sessions, wait
+}
+
+// clean removes leftovers until ctx ends.
+func (s *Store) clean(ctx context.Context) {
+	for {
+		sessions, wait := s.cleaner.due()
+		if len(sessions) > 0 {
+			if err := s.cleanUp(ctx, sessions); err != nil && ctx.Err() == nil {
+				// The other node of each session, or the leftovers' own TTLs, will see to it.
+				s.logger.DebugContext(ctx, "leftovers of expired sessions not removed", "error", err)
+				pause(ctx, sweepRetry)
+			}
+			if ctx.Err() != nil {
+				return
+			}
+			continue
+		}
+		var timer <-chan time.Time
+		if wait > 0 {
+			timer = time.After(wait)
+		}
+		select {
+		case <-s.cleaner.more:
+		case <-timer:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// cleanUp looks for what sessions left, and removes it unless the session is there again.
+func (s *Store) cleanUp(ctx context.Context, sessions []string) error {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	var looks []clientv3.Op
+	for _, id := range sessions {
+		for _, prefix := range []string{s.keys.locksOf(id), s.keys.messagesOf(id)} {
+			looks = append(looks, clientv3.OpGet(prefix, clientv3.WithPrefix(), clientv3.WithLimit(1), clientv3.WithKeysOnly()))
+		}
+	}
+	found, err := s.kv.read(octx, looks...)
+	if err != nil {
+		return err
+	}
+	for i, id := range sessions {
+		var removals []clientv3.Op
+		for j, prefix := range []string{s.keys.locksOf(id), s.keys.messagesOf(id)} {
+			if len(found.Responses[2*i+j].GetResponseRange().Kvs) > 0 {
+				removals = append(removals, clientv3.OpDelete(prefix, clientv3.WithPrefix()))
+			}
+		}
+		if len(removals) == 0 {
+			continue
+		}
+		rctx, cancel := s.op(ctx)
+		_, err := s.txn(rctx, []clientv3.Cmp{missing(s.keys.sessionOf(id))}, removals, nil)
+		cancel()
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
