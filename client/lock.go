@@ -1,6 +1,7 @@
 package client
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -11,8 +12,13 @@ import (
 	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
 )
 
-// DefaultLockTimeout is how long Acquire waits unless told otherwise.
-const DefaultLockTimeout = 30 * time.Second
+// Defaults of [AcquireOptions].
+const (
+	// DefaultLockTimeout is how long Acquire waits unless told otherwise.
+	DefaultLockTimeout = 30 * time.Second
+	// DefaultLockTTL is a lock's TTL unless told otherwise.
+	DefaultLockTTL = 300 * time.Second
+)
 
 // Grant is a lock held. It ends with its release, its TTL, or its session.
 type Grant struct {
@@ -52,7 +58,7 @@ type AcquireOptions struct {
 	// Holder says who asks, for operators to see. A holder that acquires what it holds is [ErrLockAlreadyHeld]. Default:
 	// the request id.
 	Holder string
-	// TTL is the lock's: 1 s to 1 h, fixed when it is granted. Default: 300 s.
+	// TTL is the lock's: 1 s to 1 h, fixed when it is granted. Default: [DefaultLockTTL].
 	TTL time.Duration
 	// Timeout is how long to wait, up to 1 h; TryAcquire does not use it. Default: [DefaultLockTimeout].
 	Timeout time.Duration
@@ -73,15 +79,31 @@ func (c *Client) Acquire(ctx context.Context, id string, opts AcquireOptions) (G
 	if requestID == "" {
 		requestID = newRequestID()
 	}
+	c.attached.begin(id, requestID)
 	sent := time.Now()
 	resp, err := call(ctx, timeout+c.callTimeout, "acquire lock", c.locks.Acquire, &sessiondv1.AcquireRequest{
 		SessionId: id, RequestId: requestID, Holder: opts.Holder, Ttl: duration(opts.TTL),
-		Timeout: durationpb.New(timeout), ReadSession: !opts.OmitSession,
+		Timeout: durationpb.New(timeout), ReadSession: !opts.OmitSession, FrontEnd: c.attached.id(),
 	}, attempts)
 	if err != nil {
+		c.notGranted(ctx, id, requestID, opts, err)
 		return Grant{}, err
 	}
-	return grantFrom(resp.GetGrant(), resp.GetSession(), resp.GetPosition(), sent), nil
+	grant := grantFrom(resp.GetGrant(), resp.GetSession(), resp.GetPosition(), sent)
+	c.attached.end(id, requestID, grant.Deadline, false)
+	return grant, nil
+}
+
+// notGranted notes that an acquire failed. If it may have been granted all the same, the node is told that nobody wants it,
+// unless the caller named the request: then it may try again.
+func (c *Client) notGranted(ctx context.Context, id, requestID string, opts AcquireOptions, err error) {
+	unknown := !isBackendFailure(err) &&
+		(errors.Is(err, ErrUnavailable) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled))
+	var until time.Time
+	if unknown && opts.RequestID != "" && ctx.Err() == nil {
+		until = time.Now().Add(cmp.Or(opts.TTL, DefaultLockTTL))
+	}
+	c.attached.end(id, requestID, until, unknown)
 }
 
 // TryResult is what TryAcquire found.
@@ -101,22 +123,35 @@ func (c *Client) TryAcquire(ctx context.Context, id string, opts AcquireOptions)
 	if requestID == "" {
 		requestID = newRequestID()
 	}
+	c.attached.begin(id, requestID)
 	sent := time.Now()
 	resp, err := call(ctx, c.callTimeout, "try to acquire lock", c.locks.TryAcquire, &sessiondv1.TryAcquireRequest{
 		SessionId: id, RequestId: requestID, Holder: opts.Holder, Ttl: duration(opts.TTL), ReadSession: !opts.OmitSession,
+		FrontEnd: c.attached.id(),
 	}, attempts)
 	if err != nil {
+		c.notGranted(ctx, id, requestID, opts, err)
 		return TryResult{}, err
 	}
 	if !resp.GetAcquired() {
+		c.attached.end(id, requestID, time.Time{}, false)
 		return TryResult{Holder: resp.GetHolder()}, nil
 	}
-	return TryResult{Acquired: true, Grant: grantFrom(resp.GetGrant(), resp.GetSession(), resp.GetPosition(), sent)}, nil
+	grant := grantFrom(resp.GetGrant(), resp.GetSession(), resp.GetPosition(), sent)
+	c.attached.end(id, requestID, grant.Deadline, false)
+	return TryResult{Acquired: true, Grant: grant}, nil
 }
 
 // Release ends a grant. Errors: [ErrLockNotHeld] (it was released before, expired, or its session is gone),
-// [ErrInvalidArgument], [ErrUnavailable]; in the last case the lock ends with its TTL at the latest.
+// [ErrInvalidArgument], [ErrUnavailable]; in the last case the lock ends with its TTL at the latest. After any of them the
+// grant counts as given up: an attached client does not claim it any more.
 func (c *Client) Release(ctx context.Context, grant Grant) error {
+	err := c.release(ctx, grant)
+	c.attached.over(grant.SessionID, grant.RequestID, err != nil && !errors.Is(err, ErrLockNotHeld))
+	return err
+}
+
+func (c *Client) release(ctx context.Context, grant Grant) error {
 	req := &sessiondv1.ReleaseRequest{SessionId: grant.SessionID, FencingToken: grant.FencingToken, RequestId: grant.RequestID}
 	_, err := call(ctx, c.callTimeout, "release lock", c.locks.Release, req)
 	if !errors.Is(err, ErrUnavailable) || ctx.Err() != nil {

@@ -87,6 +87,14 @@ type SaveOptions struct {
 // [SaveOptions], [ErrSessionTooLarge], [ErrInvalidArgument], [ErrUnavailable] (with [ErrOutcomeUnknown] if it may have
 // been saved).
 func (c *Client) Save(ctx context.Context, id string, data []byte, opts SaveOptions) (uint64, error) {
+	revision, err := c.save(ctx, id, data, opts)
+	if opts.Grant != nil && (err == nil && opts.Release || errors.Is(err, ErrLockLost) || errors.Is(err, ErrSessionNotFound)) {
+		c.attached.over(id, opts.Grant.RequestID, false)
+	}
+	return revision, err
+}
+
+func (c *Client) save(ctx context.Context, id string, data []byte, opts SaveOptions) (uint64, error) {
 	req := &sessiondv1.SaveRequest{SessionId: id, Data: data, Ttl: duration(opts.TTL), Release: opts.Release}
 	if opts.ExpectedRevision != 0 {
 		req.ExpectedRevision = new(opts.ExpectedRevision)
@@ -140,6 +148,7 @@ func (c *Client) Destroy(ctx context.Context, id string) (bool, error) {
 	if err != nil {
 		return false, err
 	}
+	c.attached.destroyed(id)
 	return resp.GetDestroyed(), nil
 }
 

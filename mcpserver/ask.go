@@ -2,7 +2,6 @@ package mcpserver
 
 import (
 	"context"
-	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -23,7 +22,7 @@ const (
 	standaloneStream = "standalone"
 )
 
-// control is a message of the control stream: either Answer or Cancel is set. The keys are short, so that
+// control is a message of the control stream: one of Answer, Cancel and Resumed is set. The keys are short, so that
 // an answer fits whenever the POST that brought it did (M4).
 type control struct {
 	// Answer is the id of the question that Result or Error answers.
@@ -32,6 +31,8 @@ type control struct {
 	Error  json.RawMessage `json:"error,omitempty"`
 	// Cancel is the id of the request that the client cancelled, as it sent it.
 	Cancel json.RawMessage `json:"cancel,omitempty"`
+	// Resumed is the id of the POST's stream that the client has resumed on some replica.
+	Resumed string `json:"resumed,omitempty"`
 }
 
 // capabilityFor is what a client must have declared to be asked.
@@ -76,14 +77,14 @@ func (x *exchange) ask(ctx context.Context, m *jsonrpc.Request) {
 		return
 	}
 	x.stopLockTimer()
-	id := rand.Text()
+	id := randomID()
 	x.asks[id] = &ask{id: m.ID, timer: time.AfterFunc(x.h.opts.AskTimeout, func() {
 		_ = x.post(func() {
 			x.resolve(id, &jsonrpc.Response{Error: fmt.Errorf("%w (%s)", ErrAskTimeout, x.h.opts.AskTimeout)})
 		})
 	})}
 	x.reply.stream()
-	x.reply.event(encodeRequest(id, m.Method, m.Params))
+	x.reply.event(encodeRequest(id, m.Method, m.Params), false)
 }
 
 func (s *session) declares(capability string) bool {
@@ -103,7 +104,7 @@ func (x *exchange) withdraw(m *jsonrpc.Request) {
 			a.timer.Stop()
 			delete(x.asks, id)
 			params["requestId"] = marshal(id)
-			x.reply.event(encodeRequest("", m.Method, marshal(params)))
+			x.reply.event(encodeRequest("", m.Method, marshal(params)), false)
 			return
 		}
 	}
@@ -204,6 +205,8 @@ func (x *exchange) control(m client.Message) {
 		x.resolve(c.Answer, response)
 	case c.Cancel != nil:
 		x.cancelCall(c.Cancel)
+	case c.Resumed != "":
+		x.resumedElsewhere(c.Resumed)
 	}
 }
 
@@ -220,7 +223,7 @@ func (x *exchange) cancelCall(id json.RawMessage) {
 // isAskID tells whether an id can be one that ask made. What cannot is not worth a commit.
 func isAskID(id json.RawMessage) (string, bool) {
 	var s string
-	if json.Unmarshal(id, &s) != nil || len(s) != len(rand.Text()) {
+	if json.Unmarshal(id, &s) != nil || len(s) != len(randomID()) {
 		return "", false
 	}
 	return s, true

@@ -97,6 +97,10 @@ func errSessionNotFound() *refusal {
 	return refuse(http.StatusNotFound, codeServerError, "session not found")
 }
 
+func errHandlerLost() *refusal {
+	return refuse(http.StatusOK, codeServerError, "the request's handler was lost with the server that ran it; whether it had any effect is unknown")
+}
+
 func errDraining() *refusal {
 	f := refuse(http.StatusServiceUnavailable, codeServerError, "this server is shutting down, try again")
 	f.retryAfter = 1

@@ -38,6 +38,8 @@ type exchange struct {
 	sdk     *mcp.ServerSession
 	conn    *conn
 	marker  *mcp.RequestExtra       // tells the marker from a ping of the client
+	extra   *mcp.RequestExtra       // what handlers get beside their params
+	alive   *time.Ticker            // set once the stream is resumed elsewhere
 	calls   map[int64]*exchangeCall // by the id that the SDK knows it under
 	order   []*exchangeCall
 	waiting int                                   // calls not answered, and the marker after notifications
@@ -101,11 +103,11 @@ func (h *Handler) newExchange(ctx context.Context, r *http.Request, sess *sessio
 		marker:   &mcp.RequestExtra{},
 	}
 	x.ctx, x.stop = context.WithCancel(context.WithValue(ctx, exchangeKey{}, x))
-	extra := &mcp.RequestExtra{TokenInfo: auth.TokenInfoFromContext(ctx), Header: r.Header}
+	x.extra = &mcp.RequestExtra{TokenInfo: auth.TokenInfoFromContext(ctx), Header: r.Header}
 	first := make([]jsonrpc.Message, 0, len(messages)+1)
 	notifications := false
 	for i, m := range messages {
-		request := &jsonrpc.Request{Method: m.method, Params: m.params, Extra: extra}
+		request := &jsonrpc.Request{Method: m.method, Params: m.params, Extra: x.extra}
 		if m.isCall() {
 			call := &exchangeCall{id: m.id, method: m.method, params: m.params}
 			request.ID = surrogateID(markerID + 1 + i)
@@ -169,6 +171,10 @@ func (x *exchange) run() {
 	if x.session == nil {
 		watch.Stop()
 	}
+	if x.reply != nil && x.reply.history != nil && x.reply.history.primes && x.reply.preferSSE {
+		// The client is to have something to resume from before anything happens.
+		x.reply.stream()
+	}
 	touch := time.NewTicker(x.h.opts.touchInterval())
 	defer touch.Stop()
 	for !x.over {
@@ -188,16 +194,29 @@ func (x *exchange) run() {
 			}
 		case <-touch.C:
 			x.touch()
+		case <-x.showAlive():
+			x.reply.history.put(kept{Alive: true})
 		case <-x.h.force.Done():
 			x.abort(errDraining(), errDraining())
 		}
 	}
 }
 
+// showAlive ticks while the stream is resumed elsewhere.
+func (x *exchange) showAlive() <-chan time.Time {
+	if x.alive == nil {
+		return nil
+	}
+	return x.alive.C
+}
+
 // close ends the SDK's session and everything that was started for the exchange.
 func (x *exchange) close() {
 	close(x.ended)
 	x.stopLockTimer()
+	if x.alive != nil {
+		x.alive.Stop()
+	}
 	for _, a := range x.asks {
 		a.timer.Stop()
 	}
@@ -358,7 +377,7 @@ func (x *exchange) bodies() [][]byte {
 
 func (x *exchange) flush() {
 	for _, body := range x.bodies() {
-		x.reply.event(body)
+		x.reply.event(body, false)
 	}
 }
 
@@ -429,7 +448,7 @@ func (x *exchange) notice(ctx context.Context, m *jsonrpc.Request) {
 	}
 	data := encodeRequest("", m.Method, m.Params)
 	if own && x.reply != nil && x.reply.stream() {
-		x.reply.event(data)
+		x.reply.event(data, false)
 		return
 	}
 	if x.session == nil || m.Method == "notifications/progress" {

@@ -2,9 +2,9 @@ package mcpserver
 
 import (
 	"context"
-	"crypto/rand"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"iter"
 	"log/slog"
 	"maps"
@@ -50,6 +50,11 @@ type standalone struct {
 	opened    uint64 // position at which this stream became the newest
 	delivered uint64 // position of the last message delivered, of the session's own
 	heard     uint64 // position up to which the topic was looked at
+	// Where the client resumes: it tells better than the stream before how far that got.
+	resumed struct {
+		set              bool
+		delivered, heard uint64
+	}
 	resources map[string]bool
 
 	incoming chan client.Message
@@ -60,7 +65,17 @@ type standalone struct {
 func (h *Handler) serveGET(w http.ResponseWriter, r *http.Request) {
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
-	s, messages, err := h.openStandalone(ctx, w, r)
+	sess, lastEvent, err := h.openGET(ctx, r)
+	if err == nil && lastEvent != "" && !strings.HasPrefix(lastEvent, standaloneID) {
+		if err = h.serveResume(w, r, sess, lastEvent); err == nil {
+			return
+		}
+	}
+	var s *standalone
+	var messages iter.Seq2[client.Message, error]
+	if err == nil {
+		s, messages, err = h.openStandalone(ctx, w, sess, lastEvent)
+	}
 	if err != nil {
 		h.refuse(w, r, err, nil)
 		return
@@ -75,28 +90,38 @@ func (h *Handler) serveGET(w http.ResponseWriter, r *http.Request) {
 	s.leave(context.WithoutCancel(ctx))
 }
 
-// openStandalone checks the request, subscribes, and says that this is the newest stream.
-func (h *Handler) openStandalone(ctx context.Context, w http.ResponseWriter, r *http.Request) (*standalone, iter.Seq2[client.Message, error], error) {
+// openGET checks the request. lastEvent: what the client resumes after, if it does.
+func (h *Handler) openGET(ctx context.Context, r *http.Request) (sess *session, lastEvent string, err error) {
 	if _, streamOK := accepts(r.Header.Values("Accept")); !streamOK {
-		return nil, nil, errAccept("text/event-stream")
+		return nil, "", errAccept("text/event-stream")
 	}
 	id, err := h.existing(r)
 	if err != nil {
-		return nil, nil, err
+		return nil, "", err
 	}
-	if r.Header.Get(headerEventID) != "" {
-		return nil, nil, errBadRequest("%s: this server sends no event ids, so there is no stream to resume", headerEventID)
+	lastEvent = r.Header.Get(headerEventID)
+	if lastEvent != "" && h.opts.History == 0 {
+		return nil, "", errBadRequest("%s: this server sends no event ids, so there is no stream to resume", headerEventID)
 	}
 	if h.server(r) == nil {
-		return nil, nil, errBadRequest("no server for this request")
+		return nil, "", errBadRequest("no server for this request")
 	}
-	sess, err := h.open(ctx, id, userOf(ctx), false)
-	if err != nil {
-		return nil, nil, err
-	}
+	sess, err = h.open(ctx, id, userOf(ctx), false)
+	return sess, lastEvent, err
+}
+
+// openStandalone subscribes, and says that this is the newest stream.
+func (h *Handler) openStandalone(ctx context.Context, w http.ResponseWriter, sess *session, lastEvent string) (*standalone, iter.Seq2[client.Message, error], error) {
+	id := sess.id
 	s := &standalone{
-		h: h, id: rand.Text(), session: sess, w: w, rc: http.NewResponseController(w), resources: sess.subscriptions(),
+		h: h, id: randomID(), session: sess, w: w, rc: http.NewResponseController(w), resources: sess.subscriptions(),
 		incoming: make(chan client.Message), lost: make(chan error, 1),
+	}
+	if lastEvent != "" {
+		if _, err := fmt.Sscanf(lastEvent, standaloneID+"-%d-%d", &s.resumed.delivered, &s.resumed.heard); err != nil {
+			return nil, nil, errBadRequest("%s %q is not an event id of this server", headerEventID, lastEvent)
+		}
+		s.resumed.set = true
 	}
 	messages, err := h.opts.Messages.Subscribe(ctx, id, 0, standaloneStream, presenceStream)
 	if err != nil {
@@ -173,7 +198,7 @@ func (s *standalone) takeOver(ctx context.Context) (stored []client.Message, ok 
 			s.reportLost(ctx, err)
 			return nil, false
 		case <-timeout.C:
-			return stored, true
+			return s.due(stored), true
 		case m := <-s.incoming:
 			if m.Stream == standaloneStream {
 				stored = append(stored, m)
@@ -197,21 +222,41 @@ func (s *standalone) takeOver(ctx context.Context) (stored []client.Message, ok 
 			}
 			if begun && before.Open == "" {
 				if before.Closed != "" {
-					s.heard = before.Heard
+					s.heard, s.delivered = before.Heard, before.Delivered
 				}
-				return slices.DeleteFunc(stored, func(m client.Message) bool { return m.Position <= before.Delivered }), true
+				return s.due(stored), true
 			}
 		}
 	}
 }
 
+// due is what the client does not have yet.
+func (s *standalone) due(stored []client.Message) []client.Message {
+	if s.resumed.set {
+		s.delivered, s.heard = s.resumed.delivered, s.resumed.heard
+	}
+	return slices.DeleteFunc(stored, func(m client.Message) bool { return m.Position <= s.delivered })
+}
+
+// event writes a notification, with an id if the stream can be resumed.
+func (s *standalone) event(data []byte) error {
+	id := ""
+	if s.h.opts.History != 0 {
+		id = fmt.Sprintf(standaloneID+"-%d-%d", s.delivered, s.heard)
+	}
+	return writeEventWithID(s.w, s.rc, id, data)
+}
+
 // deliver handles a message; false ends the stream.
 func (s *standalone) deliver(ctx context.Context, m client.Message) bool {
 	if m.Stream == standaloneStream {
-		if writeEvent(s.w, s.rc, m.Payload) != nil {
+		s.delivered = m.Position
+		if s.event(m.Payload) != nil {
 			return false
 		}
-		s.delivered = m.Position
+		if s.h.opts.History != 0 {
+			return true // kept, for the client may have to have it again
+		}
 		if err := s.h.opts.Messages.Trim(ctx, s.session.id, standaloneStream, m.Position); err != nil && ctx.Err() == nil {
 			s.h.log.WarnContext(ctx, "delivered notification not removed, it may be delivered again", slog.Any("error", err))
 		}
@@ -247,12 +292,13 @@ func (s *standalone) changes(before uint64) bool {
 	events, heard := s.h.topic.after(s.heard, func(e topicEvent) bool {
 		return (before == 0 || e.position < before) && (e.Method != notifyResourceUpdate || s.resources[e.uri])
 	})
-	s.heard = max(s.heard, heard)
 	for _, e := range events {
-		if writeEvent(s.w, s.rc, encodeRequest("", e.Method, e.Params)) != nil {
+		s.heard = max(s.heard, e.position)
+		if s.event(encodeRequest("", e.Method, e.Params)) != nil {
 			return false
 		}
 	}
+	s.heard = max(s.heard, heard)
 	return true
 }
 

@@ -70,6 +70,10 @@ type Options struct {
 	// Default: [DefaultAskTimeout].
 	AskTimeout time.Duration
 
+	// History is how long each event of a stream is kept, so that a client whose connection broke gets what it missed, from
+	// any replica (Last-Event-ID): 1 s to 24 h. It costs a commit per event, the answer included. Default: 0, streams cannot
+	// be resumed, and no event ids are sent.
+	History time.Duration
 	// JSON prefers application/json answers; a request becomes a stream only if its handler has something to say or ask
 	// before the end. Default: streams.
 	JSON bool
@@ -118,6 +122,9 @@ func (o *Options) complete() error {
 		if *d.value < d.least || *d.value > d.max {
 			errs = append(errs, fmt.Errorf("%s is %s, want %s to %s", d.name, *d.value, d.least, d.max))
 		}
+	}
+	if o.History != 0 && (o.History < MinTTL || o.History > client.MaxMessageTTL) {
+		errs = append(errs, fmt.Errorf("%s is %s, want 0 or %s to %s", "History", o.History, MinTTL, client.MaxMessageTTL))
 	}
 	if o.Topic == "" {
 		o.Topic = DefaultTopic

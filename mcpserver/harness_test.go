@@ -178,6 +178,11 @@ func testServer(heard *subscribers) *mcp.Server {
 		<-goOn
 		return answer("done")
 	})
+	mcp.AddTool(server, &mcp.Tool{Name: "close_stream"}, func(_ context.Context, req *mcp.CallToolRequest, _ struct{}) (*mcp.CallToolResult, any, error) {
+		req.Extra.CloseSSEStream(mcp.CloseSSEStreamArgs{RetryAfter: 10 * time.Millisecond})
+		<-goOn
+		return answer("done")
+	})
 	mcp.AddTool(server, &mcp.Tool{Name: "panic"}, func(context.Context, *mcp.CallToolRequest, struct{}) (*mcp.CallToolResult, any, error) {
 		panic("on purpose")
 	})
@@ -296,7 +301,7 @@ func (s *stream) event() map[string]any {
 		if err != nil {
 			return nil
 		}
-		if data, ok := strings.CutPrefix(line, "data: "); ok {
+		if data, ok := strings.CutPrefix(line, "data: "); ok && strings.TrimSpace(data) != "" {
 			var m map[string]any
 			if err := json.Unmarshal([]byte(data), &m); err != nil {
 				s.t.Fatalf("event %q: %v", data, err)

@@ -3,7 +3,6 @@ package mcpserver
 import (
 	"bytes"
 	"context"
-	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"io"
@@ -38,6 +37,14 @@ type incoming struct {
 	revision string // as the header names it; "": it does not
 	jsonOK   bool
 	streamOK bool
+}
+
+// revisionOf is the revision that a session's request goes by.
+func (in *incoming) revisionOf(sess *session) string {
+	if in.revision != "" {
+		return in.revision
+	}
+	return sess.rec.revision()
 }
 
 func (in *incoming) single(method string) *message {
@@ -186,7 +193,7 @@ func (h *Handler) serveInitialize(w http.ResponseWriter, r *http.Request, server
 		// A session that is gone, or somebody else's: a fresh one, never under the offered id.
 	}
 	m := in.messages[0]
-	id := rand.Text()
+	id := randomID()
 	// The values that handlers set during initialize are kept with the new session.
 	sess := &session{h: h, id: id, store: h.opts.Store, ttl: h.opts.SessionTTL, rec: &record{
 		fields: map[string]json.RawMessage{}, values: map[string]json.RawMessage{},
@@ -264,6 +271,7 @@ func (h *Handler) serveSession(w http.ResponseWriter, r *http.Request, server *m
 	x.batch = in.batch
 	if len(x.order) > 0 {
 		x.reply = newReply(w, in.streamOK, in.jsonOK, !h.opts.JSON)
+		x.keepHistory(in.revisionOf(sess))
 	}
 	// The SDK takes the notification in the state before it, or it would be one too many.
 	state, err := sess.rec.state()
@@ -287,7 +295,7 @@ func (h *Handler) serveSession(w http.ResponseWriter, r *http.Request, server *m
 		h.running.Go(x.run)
 		return nil
 	}
-	x.run()
+	x.serve()
 	return nil
 }
 
@@ -298,11 +306,7 @@ func needsLock(m *message) bool {
 
 // passOn hands on the answers and cancellations among the messages, and returns the rest.
 func (h *Handler) passOn(ctx context.Context, sess *session, in *incoming) (rest []*message, err error) {
-	revision := in.revision
-	if revision == "" {
-		revision = sess.rec.revision()
-	}
-	if in.batch && revision != assumedRevision {
+	if revision := in.revisionOf(sess); in.batch && revision != assumedRevision {
 		return nil, errBadRequest("batches belong to revision %s, this session has %s", assumedRevision, revision)
 	}
 	for _, m := range in.messages {
@@ -362,7 +366,7 @@ func (h *Handler) publishCancel(ctx context.Context, sess *session, m *message) 
 // publishControl publishes to the control stream. If what is kept for a standalone stream that nobody opens has filled
 // the session's room for messages, that gives way: somebody waits for this message.
 func (h *Handler) publishControl(ctx context.Context, sess *session, c control) error {
-	opts := client.PublishOptions{TTL: controlTTL, RequestID: rand.Text()}
+	opts := client.PublishOptions{TTL: controlTTL, RequestID: randomID()}
 	_, err := h.opts.Messages.Publish(ctx, sess.id, controlStream, marshal(c), opts)
 	if !errors.Is(err, client.ErrTooManyMessages) {
 		return err

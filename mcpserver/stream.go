@@ -24,6 +24,10 @@ type reply struct {
 	held      bool // not before the end: headers that come with the end are missing
 	streaming bool
 	done      bool
+
+	history  *history      // nil: the stream cannot be resumed
+	detached bool          // events are kept, and written no more
+	released chan struct{} // closed when detached
 }
 
 func newReply(w http.ResponseWriter, streamOK, jsonOK, preferSSE bool) *reply {
@@ -38,18 +42,46 @@ func (r *reply) stream() bool {
 	if !r.streaming {
 		r.streaming = true
 		startEvents(r.w)
+		r.begin()
 	}
 	return true
 }
 
+// begin is the start of a stream that can be resumed. Where the client knows what that is, it gets an event without data,
+// to resume from if nothing else comes.
+func (r *reply) begin() {
+	if r.history == nil {
+		return
+	}
+	if id := r.history.put(kept{Begin: r.history.ids}); id != "" && r.history.primes {
+		_ = writeOut(r.w, r.rc, []byte("id: "+id+"\ndata: \n\n"))
+	}
+}
+
+// detach ends the HTTP response; what comes is kept for who resumes the stream.
+func (r *reply) detach() {
+	if !r.detached {
+		r.detached = true
+		close(r.released)
+	}
+}
+
 // event writes a message to the stream, which has to be one.
-func (r *reply) event(data []byte) {
-	_ = writeEvent(r.w, r.rc, data)
+func (r *reply) event(data []byte, last bool) {
+	id := ""
+	if r.history != nil {
+		id = r.history.put(kept{Data: data, Last: last})
+	}
+	if !r.detached {
+		_ = writeEventWithID(r.w, r.rc, id, data)
+	}
 }
 
 // comment shows proxies that the stream lives.
 func (r *reply) comment() {
-	_ = writeComment(r.w, r.rc)
+	if !r.detached {
+		_ = writeComment(r.w, r.rc)
+	}
 }
 
 // finish writes the last answers: the JSON body, or events at the end of the stream.
@@ -63,8 +95,11 @@ func (r *reply) finish(status int, bodies [][]byte, batch bool) {
 	}
 	r.done = true
 	if r.streaming {
-		for _, body := range bodies {
-			r.event(body)
+		for i, body := range bodies {
+			r.event(body, i == len(bodies)-1)
+		}
+		if len(bodies) == 0 && r.history != nil {
+			r.history.put(kept{Last: true})
 		}
 		return
 	}
@@ -105,8 +140,16 @@ func startEvents(w http.ResponseWriter) {
 }
 
 func writeEvent(w http.ResponseWriter, rc *http.ResponseController, data []byte) error {
-	event := make([]byte, 0, len(data)+32)
-	event = append(event, "event: message\ndata: "...)
+	return writeEventWithID(w, rc, "", data)
+}
+
+func writeEventWithID(w http.ResponseWriter, rc *http.ResponseController, id string, data []byte) error {
+	event := make([]byte, 0, len(data)+96)
+	event = append(event, "event: message\n"...)
+	if id != "" {
+		event = append(append(append(event, "id: "...), id...), '\n')
+	}
+	event = append(event, "data: "...)
 	event = append(event, data...)
 	event = append(event, "\n\n"...)
 	return writeOut(w, rc, event)

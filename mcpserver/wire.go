@@ -2,6 +2,7 @@ package mcpserver
 
 import (
 	"bytes"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -199,3 +200,6 @@ func rpcErrorOf(err error) *jsonrpc.Error {
 	}
 	return &jsonrpc.Error{Code: wire.Code, Message: err.Error()}
 }
+
+// randomID is an id that nobody can guess, unique in the world: 26 characters, A to Z and 2 to 7.
+func randomID() string { return rand.Text() }

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/sessiond/sessiond/client"
 	"github.com/sessiond/sessiond/mcpserver"
 )
 
@@ -30,6 +31,7 @@ type config struct {
 	lockTTL     time.Duration
 	sessionTTL  time.Duration
 	askTimeout  time.Duration
+	history     time.Duration
 	json        bool
 	everything  bool
 	origins     string
@@ -60,6 +62,7 @@ func parseConfig(args []string, getenv func(string) string, stdout io.Writer) (c
 	flags.DurationVar(&c.lockTTL, "lock-ttl", mcpserver.DefaultLockTTL, "how long one request may hold the lock")
 	flags.DurationVar(&c.sessionTTL, "session-ttl", mcpserver.DefaultSessionTTL, "how long a session lives after its last use")
 	flags.DurationVar(&c.askTimeout, "ask-timeout", mcpserver.DefaultAskTimeout, "how long a tool waits for the client's answer")
+	flags.DurationVar(&c.history, "history", 0, "how long each event of a stream is kept for resumption; 0 switches it off, a commit per event otherwise")
 	flags.BoolVar(&c.json, "json", false, "prefer JSON answers to streams")
 	flags.BoolVar(&c.everything, "everything", false, "add what the official conformance suite expects")
 	flags.StringVar(&c.origins, "allowed-origins", "", "Origin headers to serve beside the server's own: `scheme://host[,...]`")
@@ -136,6 +139,9 @@ func (c config) validate() error {
 				break
 			}
 		}
+	}
+	if c.history != 0 && (c.history < mcpserver.MinTTL || c.history > client.MaxMessageTTL) {
+		errs = append(errs, fmt.Errorf("--history %s: want 0 or %s to %s", c.history, mcpserver.MinTTL, client.MaxMessageTTL))
 	}
 	if c.sessiond == sessiondEmbedded && c.dataDir == "" {
 		errs = append(errs, errors.New("--data-dir is empty: want a folder for the embedded sessiond"))

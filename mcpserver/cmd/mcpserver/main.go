@@ -99,7 +99,7 @@ func serve(ctx context.Context, c config, logger *slog.Logger) (err error) {
 
 	opts := &mcpserver.Options{
 		SessionTTL: c.sessionTTL, LockTimeout: c.lockTimeout, LockTTL: c.lockTTL, AskTimeout: c.askTimeout,
-		JSON: c.json, AllowedOrigins: c.allowedOrigins(), Logger: logger,
+		History: c.history, JSON: c.json, AllowedOrigins: c.allowedOrigins(), Logger: logger,
 	}
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)

@@ -1,0 +1,376 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+
+	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
+)
+
+const (
+	// How long a node may take to answer a hello. The next attempt most likely meets another node.
+	helloTimeout = time.Second
+	// How long an attach that failed is waited for until the next one: at least the first, at most the second, and if
+	// trying again cannot help the third.
+	attachSoon, attachSlow, attachRarely = 10 * time.Millisecond, 250 * time.Millisecond, 5 * time.Second
+	// How long Close waits for the node to release what is left.
+	goodbyeTimeout = 2 * time.Second
+	// What a node takes at once.
+	maxClaims    = 10_000
+	maxAbandoned = 1000
+)
+
+// errLeft says that the client said goodbye.
+var errLeft = errors.New("said goodbye")
+
+// attachment keeps the client attached to some node, and knows which of its requests for locks stand. A nil one does
+// nothing.
+type attachment struct {
+	locks    sessiondv1.LockServiceClient
+	frontEnd string
+	cancel   context.CancelFunc
+	leave    context.CancelFunc
+	done     chan struct{}
+	given    chan struct{} // receives when there is something to abandon
+
+	mu        sync.Mutex
+	standing  bool
+	requests  map[lockRequest]lockState
+	pruneAt   int
+	abandoned []lockRequest
+}
+
+type lockRequest struct {
+	session, request string
+}
+
+// lockState is what is known of a request: how many calls for it are under way, and until when a grant of it may live.
+type lockState struct {
+	calls int
+	until time.Time
+}
+
+func attach(locks sessiondv1.LockServiceClient) *attachment {
+	ctx, cancel := context.WithCancel(context.Background())
+	leaving, leave := context.WithCancel(ctx)
+	a := &attachment{
+		locks: locks, frontEnd: newRequestID(), cancel: cancel, leave: leave,
+		done: make(chan struct{}), given: make(chan struct{}, 1), requests: map[lockRequest]lockState{},
+	}
+	go func() {
+		defer close(a.done)
+		a.run(ctx, leaving)
+	}()
+	return a
+}
+
+// close says goodbye, if attached, and returns when the node has released what was left, or after a while.
+func (a *attachment) close() {
+	if a == nil {
+		return
+	}
+	a.leave()
+	timer := time.NewTimer(goodbyeTimeout)
+	defer timer.Stop()
+	select {
+	case <-a.done:
+	case <-timer.C:
+	}
+	a.cancel()
+	<-a.done
+}
+
+// id is what requests name the front-end by.
+func (a *attachment) id() string {
+	if a == nil {
+		return ""
+	}
+	return a.frontEnd
+}
+
+func (a *attachment) stands() bool {
+	if a == nil {
+		return false
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.standing
+}
+
+func (a *attachment) setStanding(standing bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.standing = standing
+}
+
+// begin notes that a call for a lock is under way.
+func (a *attachment) begin(session, request string) {
+	if a == nil {
+		return
+	}
+	r := lockRequest{session, request}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.abandoned = slices.DeleteFunc(a.abandoned, func(other lockRequest) bool { return other == r })
+	s := a.requests[r]
+	s.calls++
+	a.requests[r] = s
+	if len(a.requests) > a.pruneAt {
+		a.pruneLocked(time.Now())
+		a.pruneAt = 2*len(a.requests) + 100
+	}
+}
+
+// end notes that a call for a lock has ended: with a grant that lives until then, with nothing (zero), or without anybody
+// knowing.
+func (a *attachment) end(session, request string, until time.Time, unknown bool) {
+	if a == nil {
+		return
+	}
+	r := lockRequest{session, request}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	s, ok := a.requests[r]
+	if !ok {
+		return // the session was destroyed meanwhile
+	}
+	s.calls = max(s.calls-1, 0)
+	if until.After(s.until) {
+		s.until = until
+	}
+	switch {
+	case s.calls > 0 || !s.until.IsZero():
+		a.requests[r] = s
+	case unknown:
+		a.abandonLocked(r)
+	default:
+		delete(a.requests, r)
+	}
+}
+
+// over notes that a grant has ended, or that nobody wants it any more although it may not have.
+func (a *attachment) over(session, request string, unknown bool) {
+	if a == nil {
+		return
+	}
+	r := lockRequest{session, request}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if s := a.requests[r]; s.calls > 0 {
+		s.until = time.Time{}
+		a.requests[r] = s
+		return
+	}
+	if unknown {
+		a.abandonLocked(r)
+		return
+	}
+	delete(a.requests, r)
+}
+
+// destroyed notes that a session has gone with all its grants.
+func (a *attachment) destroyed(session string) {
+	if a == nil {
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for r, s := range a.requests {
+		if r.session == session && s.calls == 0 {
+			delete(a.requests, r)
+		}
+	}
+}
+
+// abandonLocked has the node told, if there is one. If there is none, the next one is told what is still wanted.
+func (a *attachment) abandonLocked(r lockRequest) {
+	delete(a.requests, r)
+	if !a.standing || len(a.abandoned) >= maxAbandoned {
+		return
+	}
+	a.abandoned = append(a.abandoned, r)
+	select {
+	case a.given <- struct{}{}:
+	default:
+	}
+}
+
+func (a *attachment) pruneLocked(now time.Time) {
+	for r, s := range a.requests {
+		if s.calls == 0 && now.After(s.until) {
+			delete(a.requests, r)
+		}
+	}
+}
+
+// claims are the requests that stand.
+func (a *attachment) claims() []*sessiondv1.LockRequest {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.pruneLocked(time.Now())
+	claims := make([]*sessiondv1.LockRequest, 0, len(a.requests))
+	for r := range a.requests {
+		claims = append(claims, r.proto())
+	}
+	return claims
+}
+
+func (r lockRequest) proto() *sessiondv1.LockRequest {
+	return &sessiondv1.LockRequest{SessionId: r.session, RequestId: r.request}
+}
+
+// run attaches again and again.
+func (a *attachment) run(ctx, leaving context.Context) {
+	delay := attachSoon
+	for number := uint64(1); leaving.Err() == nil; number++ {
+		stood, err := a.stand(ctx, leaving, number)
+		a.setStanding(false)
+		if stood {
+			delay = attachSoon
+		}
+		wait := delay/2 + rand.N(delay)
+		switch {
+		case errors.Is(err, errLeft):
+			return
+		case !errors.Is(err, io.EOF) && !errors.Is(err, ErrUnavailable):
+			wait = attachRarely // a node that knows nothing of this, or refuses it
+		}
+		delay = min(2*delay, attachSlow)
+		timer := time.NewTimer(wait)
+		select {
+		case <-timer.C:
+		case <-leaving.Done():
+			timer.Stop()
+		}
+	}
+}
+
+type attachStream = grpc.BidiStreamingClient[sessiondv1.AttachRequest, sessiondv1.AttachResponse]
+
+// stand attaches to a node and keeps the stream until it breaks. It says whether the node had agreed.
+func (a *attachment) stand(ctx, leaving context.Context, number uint64) (stood bool, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	// Nothing has to be released before there is an attachment.
+	stop := context.AfterFunc(leaving, cancel)
+	defer stop()
+	stream, err := a.locks.Attach(ctx, grpc.WaitForReady(true))
+	if err != nil {
+		return false, fromStatus("attach", err)
+	}
+	said := make(chan *sessiondv1.AttachResponse)
+	broken := make(chan error, 1)
+	var reader sync.WaitGroup
+	defer reader.Wait()
+	defer cancel()
+	reader.Go(func() {
+		for {
+			m, err := stream.Recv()
+			if err != nil {
+				broken <- err
+				return
+			}
+			select {
+			case said <- m:
+			case <-ctx.Done():
+			}
+		}
+	})
+	send := func(m *sessiondv1.AttachRequest) {
+		// A node that takes nothing any more must not hold this up. What became of it, the reader is told.
+		timer := time.AfterFunc(helloTimeout, cancel)
+		defer timer.Stop()
+		_ = stream.Send(m)
+	}
+
+	send(&sessiondv1.AttachRequest{Message: &sessiondv1.AttachRequest_Hello{
+		Hello: &sessiondv1.AttachHello{FrontEnd: a.frontEnd, Number: number},
+	}})
+	patience := helloTimeout
+	silence := time.NewTimer(patience)
+	defer silence.Stop()
+	for {
+		select {
+		case m := <-said:
+			switch m := m.GetMessage().(type) {
+			case *sessiondv1.AttachResponse_Attached:
+				if !stop() {
+					return false, errLeft
+				}
+				stood = true
+				a.setStanding(true)
+				patience = max(5*m.Attached.GetPingInterval().AsDuration()/2, 100*time.Millisecond)
+			case *sessiondv1.AttachResponse_Ask:
+				a.answer(m.Ask.GetPosition(), send)
+			}
+			silence.Reset(patience)
+		case <-a.given:
+			a.abandon(send)
+		case <-silence.C:
+			return stood, &Error{Op: "attach", Message: "no sign of life from the node", kind: errTimedOut}
+		case err := <-broken:
+			if errors.Is(err, io.EOF) {
+				return stood, io.EOF
+			}
+			if leaving.Err() != nil && !stood {
+				return stood, errLeft
+			}
+			return stood, fromStatus("attach", err)
+		case <-leaving.Done():
+			if !stood {
+				return stood, errLeft
+			}
+			sayGoodbye(stream, send, said, broken)
+			return stood, errLeft
+		}
+	}
+}
+
+func (a *attachment) answer(position uint64, send func(*sessiondv1.AttachRequest)) {
+	claims := a.claims()
+	if len(claims) > maxClaims {
+		return // all is kept
+	}
+	send(&sessiondv1.AttachRequest{Message: &sessiondv1.AttachRequest_Claims{
+		Claims: &sessiondv1.AttachClaims{Position: position, Requests: claims},
+	}})
+}
+
+func (a *attachment) abandon(send func(*sessiondv1.AttachRequest)) {
+	a.mu.Lock()
+	abandoned := a.abandoned
+	a.abandoned = nil
+	a.mu.Unlock()
+	if len(abandoned) == 0 {
+		return
+	}
+	requests := make([]*sessiondv1.LockRequest, 0, len(abandoned))
+	for _, r := range abandoned {
+		requests = append(requests, r.proto())
+	}
+	send(&sessiondv1.AttachRequest{Message: &sessiondv1.AttachRequest_Abandon{
+		Abandon: &sessiondv1.AttachAbandon{Requests: requests},
+	}})
+}
+
+// sayGoodbye waits until the node has ended the stream; who calls close bounds that.
+func sayGoodbye(stream attachStream, send func(*sessiondv1.AttachRequest), said <-chan *sessiondv1.AttachResponse, broken <-chan error) {
+	send(&sessiondv1.AttachRequest{Message: &sessiondv1.AttachRequest_Goodbye{Goodbye: &sessiondv1.AttachGoodbye{}}})
+	_ = stream.CloseSend()
+	for {
+		select {
+		case <-said:
+		case err := <-broken:
+			if err != nil {
+				return
+			}
+		}
+	}
+}
