@@ -4,6 +4,20 @@
 // all, so that any number of them run on one machine without a port to choose. Transactions are calls within the
 // process. Watches and leases go through the socket, never through etcd's in-process client, whose watch adapter can
 // deadlock when watches are cancelled.
+//
+// Its settings, where they are not etcd's own defaults:
+//
+//   - Quota 8 GiB (etcd: 2), the most that etcd recommends. The file holds what is stored, a minute of history, and free space.
+//   - History is compacted every minute to the last minute (etcd: never). Nothing reads history; a watch that falls behind
+//     reads anew.
+//   - Free space is given back to the disk at a start, if that is at least 512 MiB; if the quota had been used up
+//     (alarm NOSPACE) and there is room again, the alarm is disarmed. etcd reuses free space by itself, so this matters after
+//     a time of unusual growth only.
+//   - Requests of up to the largest session, or 1 MiB, and 512 KiB (etcd: 1.5 MiB), with 512 operations (etcd: 128).
+//   - Every commit is synced to disk (etcd's default, never switched off). Snapshots, election timeouts and the rest are etcd's.
+//   - Its log goes to the node's at warn level, without what names sessions.
+//
+// An external cluster has the settings that its operators gave it. Inspect looks after both, as far as etcd's API tells.
 package etcdnode
 
 import (
@@ -20,6 +34,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/client/pkg/v3/fileutil"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.etcd.io/etcd/server/v3/embed"
@@ -33,8 +48,11 @@ const (
 	quotaBytes = 8 << 30
 	// History that an embedded member keeps. Nothing reads history: a watch that falls behind reads anew.
 	compactAfter = "1m"
-	// What a request may carry beside a session's or message chunk's bytes.
+	// What a request may carry beside a session's or message chunk's bytes, and what it does in the usual case.
 	requestOverhead = 512 << 10
+	valueOverhead   = 4 << 10
+	// Free space that is worth giving back at a start, in MiB.
+	defragAtStart = 512
 	// The longest path that fits a unix socket's address everywhere (104 bytes on some systems, with the final zero).
 	maxSocketPath = 100
 )
@@ -48,6 +66,11 @@ type Node struct {
 	asks      []*clientv3.Client
 	stop      context.CancelFunc // of what asks the members; nil with a single one
 	wg        sync.WaitGroup
+	sendBytes int // limit of the client's requests
+
+	inspector   *inspector
+	stopInspect context.CancelFunc
+
 	inProcess *clientv3.Client // with an embedded member, for transactions only
 	member    *embed.Etcd
 	lock      *fileutil.LockedFile
@@ -62,19 +85,36 @@ type EmbedConfig struct {
 	DataDir string
 	// MaxValueBytes is the largest value that has to fit into one request.
 	MaxValueBytes int
+	// QuotaBytes is the size at which the member takes no more writes; 0 stands for 8 GiB.
+	QuotaBytes int64
 	// Logger takes what etcd has to say at warn level and above.
 	Logger *slog.Logger
 }
 
+// ConnectConfig describes a connection to a cluster.
+type ConnectConfig struct {
+	// Endpoints are the members' addresses.
+	Endpoints []string
+	// MaxValueBytes is the largest value that has to fit into one request.
+	MaxValueBytes int
+	// Logger takes what the client has to say at error level, and which members answer.
+	Logger *slog.Logger
+}
+
+func requestBytes(maxValueBytes int) int { return max(maxValueBytes, 1<<20) + requestOverhead }
+
 // Embed starts an etcd member in this process and connects to it. It returns when the member serves, with
 // ErrDataDirInUse if another process runs on the data folder, or when ctx ends.
 func Embed(ctx context.Context, cfg EmbedConfig) (_ *Node, err error) {
-	n := &Node{}
+	n := &Node{sendBytes: requestBytes(cfg.MaxValueBytes)}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, n.Close())
 		}
 	}()
+	if cfg.QuotaBytes == 0 {
+		cfg.QuotaBytes = quotaBytes
+	}
 
 	if err := os.MkdirAll(cfg.DataDir, 0o700); err != nil {
 		return nil, fmt.Errorf("data folder: %w", err)
@@ -99,8 +139,9 @@ func Embed(ctx context.Context, cfg EmbedConfig) (_ *Node, err error) {
 	ec.InitialCluster = ec.InitialClusterFromName(ec.Name)
 	ec.ListenPeerUrls = nil
 	ec.ListenClientUrls = []url.URL{{Scheme: "unix", Path: socket}}
-	ec.QuotaBackendBytes = quotaBytes
-	ec.MaxRequestBytes = uint(max(cfg.MaxValueBytes, 1<<20) + requestOverhead)
+	ec.QuotaBackendBytes = cfg.QuotaBytes
+	ec.BootstrapDefragThresholdMegabytes = uint(max(min(defragAtStart, cfg.QuotaBytes>>24), 1))
+	ec.MaxRequestBytes = uint(requestBytes(cfg.MaxValueBytes))
 	ec.MaxTxnOps = 512
 	ec.AutoCompactionMode = embed.CompactorModePeriodic
 	ec.AutoCompactionRetention = compactAfter
@@ -125,13 +166,37 @@ func Embed(ctx context.Context, cfg EmbedConfig) (_ *Node, err error) {
 		return nil, err
 	}
 	n.inProcess = v3client.New(n.member.Server)
+	if err := n.disarm(ctx, cfg); err != nil {
+		return nil, err
+	}
 	return n, nil
 }
 
+// disarm ends the alarm that an embedded member had raised when its quota was used up, if there is room again.
+func (n *Node) disarm(ctx context.Context, cfg EmbedConfig) error {
+	backend := n.member.Server.Backend()
+	if backend.Size() >= cfg.QuotaBytes/100*warnPercent {
+		return nil
+	}
+	for _, alarm := range n.member.Server.Alarms() {
+		if alarm.Alarm != etcdserverpb.AlarmType_NOSPACE {
+			continue
+		}
+		if _, err := n.client.AlarmDisarm(ctx, (*clientv3.AlarmMember)(alarm)); err != nil {
+			return fmt.Errorf("start etcd: disarm the alarm of its space quota: %w", err)
+		}
+		if cfg.Logger != nil {
+			cfg.Logger.WarnContext(ctx, "etcd's space quota had been used up; there is room again, so it takes writes",
+				"size_bytes", backend.Size(), "quota_bytes", cfg.QuotaBytes)
+		}
+	}
+	return nil
+}
+
 // Connect makes a client of a cluster. It does not wait for the cluster: while no member can be reached, calls fail.
-func Connect(endpoints []string, logger *slog.Logger) (*Node, error) {
-	n := &Node{}
-	if err := n.connect(endpoints, logger); err != nil {
+func Connect(cfg ConnectConfig) (*Node, error) {
+	n := &Node{sendBytes: requestBytes(cfg.MaxValueBytes)}
+	if err := n.connect(cfg.Endpoints, cfg.Logger); err != nil {
 		return nil, err
 	}
 	return n, nil
@@ -167,6 +232,7 @@ func (n *Node) newClient(endpoints []string, logger *slog.Logger) (*clientv3.Cli
 		DialKeepAliveTime:    5 * time.Second,
 		DialKeepAliveTimeout: 2 * time.Second,
 		PermitWithoutStream:  true,
+		MaxCallSendMsgSize:   n.sendBytes + requestOverhead,
 		// It warns of every call that fails; the one who calls does that.
 		Logger: newZap(logger, &n.closing, zap.ErrorLevel),
 		DialOptions: []grpc.DialOption{grpc.WithConnectParams(grpc.ConnectParams{
@@ -236,8 +302,11 @@ func (n *Node) Close() error {
 	n.closing.Store(true)
 	if n.stop != nil {
 		n.stop()
-		n.wg.Wait()
 	}
+	if n.stopInspect != nil {
+		n.stopInspect()
+	}
+	n.wg.Wait()
 	var errs []error
 	for _, client := range append(n.asks, n.client, n.inProcess) {
 		if client == nil {
