@@ -81,7 +81,7 @@ func testLanguage(t *testing.T, p program) {
 		}
 	}, live.Addr, "--without-etcd", withoutEtcd.Addr, "--until-shutdown")
 	if err != nil {
-		t.Errorf("%v; its output:\n%s", err, strings.Join(lines, "\n"))
+		t.Fatalf("%v; its output:\n%s", err, strings.Join(lines, "\n"))
 	}
 	want := slices.Clone(steps)
 	for number, name := range sessiondv1.ErrorReason_name {
@@ -89,9 +89,10 @@ func testLanguage(t *testing.T, p program) {
 			want = append(want, strings.TrimPrefix(name, "ERROR_REASON_"))
 		}
 	}
+	t.Logf("its output:\n%s", strings.Join(lines, "\n"))
 	for _, name := range want {
 		if !slices.ContainsFunc(lines, func(line string) bool { return strings.HasPrefix(line, name+"  ") }) {
-			t.Errorf("no step %q; the output:\n%s", name, strings.Join(lines, "\n"))
+			t.Errorf("no step %q in the output", name)
 		}
 	}
 }
