@@ -244,7 +244,7 @@ func (s *standalone) event(data []byte) error {
 	if s.h.opts.History != 0 {
 		id = fmt.Sprintf(standaloneID+"-%d-%d", s.delivered, s.heard)
 	}
-	return writeEventWithID(s.w, s.rc, id, data)
+	return writeEvent(s.w, s.rc, id, data)
 }
 
 // deliver handles a message; false ends the stream.

@@ -84,8 +84,14 @@ type Options struct {
 	// of one application must have the same, and applications that share a sessiond had better have different ones.
 	// Default: [DefaultTopic].
 	Topic string
+	// StateKeys seal what a modern client carries back between the rounds of one request (requestState), so that it can be
+	// neither read nor changed, and is good only for the same user, request and arguments, for an hour. All replicas need
+	// the same; [StateKeySize] bytes each. The first one seals, all open: to rotate, put a new one first on all replicas once
+	// it is last on all. Default: none, states go out as handlers made them.
+	StateKeys [][]byte
 	// AllowedOrigins are the values of the Origin header served beside the server's own ("https://app.example.com"). A
-	// request with any other is refused (403): browsers send it, and a foreign page must not use its visitor's server.
+	// request with any other is refused (403): browsers send it, and a foreign page must not use its visitor's server. Pages
+	// of these origins may read the answers (CORS).
 	AllowedOrigins []string
 	// DisableLocalhostProtection serves requests that reach a loopback address under another host's name. They are
 	// refused (403) by default, against DNS rebinding.
@@ -139,8 +145,8 @@ func (o *Options) complete() error {
 		errs = append(errs, fmt.Errorf("MaxBodyBytes is %d, want more than 0", o.MaxBodyBytes))
 	}
 	for _, origin := range o.AllowedOrigins {
-		if u, err := url.Parse(origin); err != nil || u.Scheme == "" || u.Host == "" || u.Path != "" {
-			errs = append(errs, fmt.Errorf("AllowedOrigins has %q, want scheme://host[:port]", origin))
+		if err := CheckOrigin(origin); err != nil {
+			errs = append(errs, fmt.Errorf("AllowedOrigins: %w", err))
 		}
 	}
 	if o.Logger == nil {
@@ -149,8 +155,19 @@ func (o *Options) complete() error {
 	return errors.Join(errs...)
 }
 
+// stateTTL is how long a modern client may take from one round of a request to the next.
+const stateTTL = time.Hour
+
 // touchInterval is how often what runs long keeps its session alive (S1).
 func (o *Options) touchInterval() time.Duration { return max(o.SessionTTL/3, 100*time.Millisecond) }
+
+// CheckOrigin returns an error unless origin can be one of [Options].AllowedOrigins.
+func CheckOrigin(origin string) error {
+	if u, err := url.Parse(origin); err != nil || u.Scheme == "" || u.Host == "" || u.Path != "" {
+		return fmt.Errorf("%q is no origin, want scheme://host[:port]", origin)
+	}
+	return nil
+}
 
 // messageTTL is how long what is due to a client is kept for it.
 func (o *Options) messageTTL() time.Duration { return min(o.SessionTTL, client.MaxMessageTTL) }
@@ -163,6 +180,7 @@ type Handler struct {
 	log    *slog.Logger
 	modern http.Handler
 	topic  *topic
+	sealer *sealer // nil: without
 
 	running  sync.WaitGroup  // requests, and what runs on after them
 	force    context.Context //nolint:containedctx // Ends when what still runs is to be cut short.
@@ -186,6 +204,11 @@ func NewHandler(getServer func(*http.Request) *mcp.Server, opts *Options) (*Hand
 		h.opts = *opts
 	}
 	err := h.opts.complete()
+	sealer, kerr := newSealer(h.opts.StateKeys, stateTTL)
+	err = errors.Join(err, kerr)
+	if len(h.opts.StateKeys) == 0 {
+		sealer = nil
+	}
 	if getServer == nil {
 		err = errors.Join(errors.New("getServer is nil"), err)
 	}
@@ -194,6 +217,7 @@ func NewHandler(getServer func(*http.Request) *mcp.Server, opts *Options) (*Hand
 	}
 	h.log = h.opts.Logger
 	h.topic = newTopic(h)
+	h.sealer = sealer
 	h.force, h.cut = context.WithCancel(context.Background())
 	h.server = func(r *http.Request) *mcp.Server {
 		server := getServer(r)
@@ -260,6 +284,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer h.running.Done()
+	if h.cors(w, r) {
+		return
+	}
 	if err := h.admit(r); err != nil {
 		h.refuse(w, r, err, nil)
 		return
@@ -406,6 +433,9 @@ func (h *Handler) receive(next mcp.MethodHandler) mcp.MethodHandler {
 				res, err = nil, &jsonrpc.Error{Code: jsonrpc.CodeInternalError, Message: fmt.Sprintf("the handler of %s failed unexpectedly", method)}
 			}
 		}()
+		if h.sealer != nil {
+			return h.sealer.around(ctx, method, req, next)
+		}
 		return next(ctx, method, req)
 	}
 }

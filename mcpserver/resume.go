@@ -254,7 +254,7 @@ func (s *resumption) deliver(m client.Message) bool {
 	if k.Begin != nil {
 		s.ids = k.Begin
 	}
-	if k.Data != nil && m.Position > s.after && writeEventWithID(s.w, s.rc, eventID(s.stream, m.Position), k.Data) != nil {
+	if k.Data != nil && m.Position > s.after && writeEvent(s.w, s.rc, eventID(s.stream, m.Position), k.Data) != nil {
 		return false
 	}
 	return !k.Last
@@ -263,10 +263,10 @@ func (s *resumption) deliver(m client.Message) bool {
 // giveUp ends a stream whose request nobody answers for any more: its replica is gone, and its handler with it.
 func (s *resumption) giveUp(ctx context.Context) {
 	f := errHandlerLost()
-	s.h.log.WarnContext(ctx, f.message)
+	s.h.log.WarnContext(ctx, "resumed request lost with its replica")
 	y := &history{h: s.h, ctx: ctx, session: s.session.id, id: s.stream}
 	for i, id := range s.ids {
 		body := encodeResponse(id, nil, f.rpcError())
-		_ = writeEventWithID(s.w, s.rc, y.put(kept{Data: body, Last: i == len(s.ids)-1}), body)
+		_ = writeEvent(s.w, s.rc, y.put(kept{Data: body, Last: i == len(s.ids)-1}), body)
 	}
 }

@@ -73,7 +73,7 @@ func (r *reply) event(data []byte, last bool) {
 		id = r.history.put(kept{Data: data, Last: last})
 	}
 	if !r.detached {
-		_ = writeEventWithID(r.w, r.rc, id, data)
+		_ = writeEvent(r.w, r.rc, id, data)
 	}
 }
 
@@ -139,11 +139,7 @@ func startEvents(w http.ResponseWriter) {
 	w.WriteHeader(statusOK)
 }
 
-func writeEvent(w http.ResponseWriter, rc *http.ResponseController, data []byte) error {
-	return writeEventWithID(w, rc, "", data)
-}
-
-func writeEventWithID(w http.ResponseWriter, rc *http.ResponseController, id string, data []byte) error {
+func writeEvent(w http.ResponseWriter, rc *http.ResponseController, id string, data []byte) error {
 	event := make([]byte, 0, len(data)+96)
 	event = append(event, "event: message\n"...)
 	if id != "" {

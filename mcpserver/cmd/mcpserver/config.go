@@ -15,9 +15,10 @@ import (
 	"github.com/sessiond/sessiond/mcpserver"
 )
 
-// The two words that --sessiond takes beside addresses.
+// The words that --sessiond takes beside addresses.
 const (
 	sessiondEmbedded = "embedded"
+	sessiondMemory   = "memory"
 	sessiondNone     = "none"
 )
 
@@ -35,6 +36,7 @@ type config struct {
 	json        bool
 	everything  bool
 	origins     string
+	stateKeys   string
 	drainDelay  time.Duration
 	grace       time.Duration
 	logLevel    slog.Level
@@ -55,7 +57,7 @@ func parseConfig(args []string, getenv func(string) string, stdout io.Writer) (c
 	flags := flag.NewFlagSet("mcpserver", flag.ContinueOnError)
 	flags.SetOutput(io.Discard)
 	flags.StringVar(&c.listen, "listen", "127.0.0.1:8080", "`address` to serve /mcp, /healthz and /readyz on")
-	flags.StringVar(&c.sessiond, "sessiond", sessiondEmbedded, "where sessions are kept: `embedded`, host:port[,host:port...], or none")
+	flags.StringVar(&c.sessiond, "sessiond", sessiondEmbedded, "where sessions are kept: `embedded`, memory, host:port[,host:port...], or none")
 	flags.StringVar(&c.dataDir, "data-dir", "data", "`folder` of the embedded sessiond")
 	flags.BoolVar(&c.lock, "lock", false, "run the requests of one session one after the other")
 	flags.DurationVar(&c.lockTimeout, "lock-timeout", mcpserver.DefaultLockTimeout, "how long a request waits for the lock")
@@ -66,6 +68,7 @@ func parseConfig(args []string, getenv func(string) string, stdout io.Writer) (c
 	flags.BoolVar(&c.json, "json", false, "prefer JSON answers to streams")
 	flags.BoolVar(&c.everything, "everything", false, "add what the official conformance suite expects")
 	flags.StringVar(&c.origins, "allowed-origins", "", "Origin headers to serve beside the server's own: `scheme://host[,...]`")
+	flags.StringVar(&c.stateKeys, "state-keys", "", "seal what modern clients carry back: `base64[,...]` of 32 bytes each, the same on all replicas; better given in the environment")
 	flags.DurationVar(&c.drainDelay, "drain-delay", time.Second, "how long to serve on after /readyz says no, for the balancer to notice")
 	flags.DurationVar(&c.grace, "grace", 20*time.Second, "how long running requests may take to finish at shutdown")
 	flags.TextVar(&c.logLevel, "log-level", slog.LevelInfo, "`level`: debug, info, warn or error")
@@ -132,10 +135,10 @@ func (c config) validate() error {
 			errs = append(errs, fmt.Errorf("--%s %s: want %s to %s", d.flag, d.value, d.least, d.most))
 		}
 	}
-	if c.sessiond != sessiondEmbedded && c.sessiond != sessiondNone {
+	if c.sessiond != sessiondEmbedded && c.sessiond != sessiondMemory && c.sessiond != sessiondNone {
 		for _, address := range c.addresses() {
 			if err := checkAddress(address); err != nil {
-				errs = append(errs, fmt.Errorf("--sessiond %q: want embedded, none, or host:port[,host:port...]", c.sessiond))
+				errs = append(errs, fmt.Errorf("--sessiond %q: want embedded, memory, none, or host:port[,host:port...]", c.sessiond))
 				break
 			}
 		}
@@ -147,7 +150,15 @@ func (c config) validate() error {
 		errs = append(errs, errors.New("--data-dir is empty: want a folder for the embedded sessiond"))
 	}
 	if c.lock && c.sessiond == sessiondNone {
-		errs = append(errs, errors.New("--lock needs sessions: want --sessiond embedded or host:port[,host:port...]"))
+		errs = append(errs, errors.New("--lock needs sessions: want --sessiond embedded, memory, or host:port[,host:port...]"))
+	}
+	for _, origin := range c.allowedOrigins() {
+		if err := mcpserver.CheckOrigin(origin); err != nil {
+			errs = append(errs, fmt.Errorf("--allowed-origins: %w", err))
+		}
+	}
+	if _, err := c.keys(); err != nil {
+		errs = append(errs, fmt.Errorf("--state-keys: %w", err))
 	}
 	if c.logFormat != "text" && c.logFormat != "json" {
 		errs = append(errs, fmt.Errorf("--log-format %q: want text or json", c.logFormat))
@@ -167,6 +178,21 @@ func checkAddress(address string) error {
 }
 
 func (c config) addresses() []string { return strings.Split(c.sessiond, ",") }
+
+func (c config) keys() ([][]byte, error) {
+	if c.stateKeys == "" {
+		return nil, nil
+	}
+	var keys [][]byte
+	for text := range strings.SplitSeq(c.stateKeys, ",") {
+		key, err := mcpserver.ParseStateKey(text)
+		if err != nil {
+			return nil, err
+		}
+		keys = append(keys, key)
+	}
+	return keys, nil
+}
 
 func (c config) allowedOrigins() []string {
 	if c.origins == "" {

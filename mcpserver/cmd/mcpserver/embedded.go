@@ -20,9 +20,13 @@ func startEmbedded(ctx context.Context, c config, logger *slog.Logger, failed fu
 		return nil, nil, fmt.Errorf("embedded sessiond: %w", err)
 	}
 	socket := "unix:" + filepath.Join(dir, "sessiond.sock")
-	node, err := sessiond.New(ctx, sessiond.Config{
-		Listen: socket, DataDir: c.dataDir, Grace: c.grace, Logger: logger.With(slog.String("part", "sessiond")),
-	})
+	cfg := sessiond.Config{Listen: socket, Grace: c.grace, Logger: logger.With(slog.String("part", "sessiond"))}
+	if c.sessiond == sessiondMemory {
+		cfg.Store = sessiond.StoreMemory
+	} else {
+		cfg.DataDir = c.dataDir
+	}
+	node, err := sessiond.New(ctx, cfg)
 	if err != nil {
 		return nil, nil, errors.Join(fmt.Errorf("embedded sessiond: %w", err), os.RemoveAll(dir))
 	}
@@ -36,7 +40,7 @@ func startEmbedded(ctx context.Context, c config, logger *slog.Logger, failed fu
 		}
 		done <- err
 	}()
-	sessions, err := client.New([]string{socket}, client.Options{})
+	sessions, err := client.New([]string{socket}, client.Options{Attach: c.lock})
 	stop = func() error {
 		var errs []error
 		if sessions != nil {

@@ -97,7 +97,12 @@ func serve(ctx context.Context, c config, logger *slog.Logger) (err error) {
 		}
 	}()
 
+	keys, err := c.keys()
+	if err != nil {
+		return fmt.Errorf("%w: %w", errUsage, err)
+	}
 	opts := &mcpserver.Options{
+		StateKeys:  keys,
 		SessionTTL: c.sessionTTL, LockTimeout: c.lockTimeout, LockTTL: c.lockTTL, AskTimeout: c.askTimeout,
 		History: c.history, JSON: c.json, AllowedOrigins: c.allowedOrigins(), Logger: logger,
 	}
@@ -129,10 +134,10 @@ func openSessions(ctx context.Context, c config, logger *slog.Logger, failed fun
 	switch c.sessiond {
 	case sessiondNone:
 		return nil, nothing, nil
-	case sessiondEmbedded:
+	case sessiondEmbedded, sessiondMemory:
 		return startEmbedded(ctx, c, logger, failed)
 	default:
-		sessions, err := client.New(c.addresses(), client.Options{})
+		sessions, err := client.New(c.addresses(), client.Options{Attach: c.lock})
 		if err != nil {
 			return nil, nothing, fmt.Errorf("%w: %w", errUsage, err)
 		}
