@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"strconv"
 	"strings"
 	"time"
 
@@ -77,8 +78,8 @@ func (c Config) Validate() error {
 		errs = append(errs, fmt.Errorf("listen: %w", err))
 	}
 	if c.MetricsListen != "" {
-		if _, _, err := net.SplitHostPort(c.MetricsListen); err != nil {
-			errs = append(errs, fmt.Errorf("metrics listen: %q is not host:port", c.MetricsListen))
+		if err := checkHostPort(c.MetricsListen, "host:port"); err != nil {
+			errs = append(errs, fmt.Errorf("metrics listen: %w", err))
 		}
 	}
 	switch c.Store {
@@ -123,8 +124,17 @@ func checkListen(listen string) error {
 		}
 		return nil
 	}
-	if _, _, err := net.SplitHostPort(listen); err != nil {
-		return fmt.Errorf("%q is not host:port or unix:/path", listen)
+	return checkHostPort(listen, "host:port or unix:/path")
+}
+
+// checkHostPort finds what a listener would fail on only later, with a message that names no flag.
+func checkHostPort(address, want string) error {
+	_, port, err := net.SplitHostPort(address)
+	if err == nil {
+		_, err = strconv.ParseUint(port, 10, 16)
+	}
+	if err != nil {
+		return fmt.Errorf("%q is not %s with a port of 0 to 65535", address, want)
 	}
 	return nil
 }

@@ -246,13 +246,20 @@ func (n *Node) newClient(endpoints []string, logger *slog.Logger) (*clientv3.Cli
 	return client, nil
 }
 
-// makeSocketPath names a socket in the data folder, or in a new folder if the data folder's path is too long.
+// socketPath is a path that etcd can listen on and its client can dial: short enough for a socket's address, and the same
+// as the path of a URL, into which both put it unescaped.
+func socketPath(dir string) (string, bool) {
+	path := filepath.Join(dir, "etcd.sock")
+	return path, len(path) <= maxSocketPath && (&url.URL{Path: path}).EscapedPath() == path
+}
+
+// makeSocketPath names a socket in the data folder, or in a new folder if the data folder's path cannot hold one.
 func (n *Node) makeSocketPath(dataDir string) (string, error) {
 	abs, err := filepath.Abs(dataDir)
 	if err != nil {
 		return "", fmt.Errorf("data folder: %w", err)
 	}
-	if path := filepath.Join(abs, "etcd.sock"); len(path) <= maxSocketPath {
+	if path, ok := socketPath(abs); ok {
 		return path, nil
 	}
 	for _, base := range []string{os.TempDir(), "/tmp"} {
@@ -261,14 +268,14 @@ func (n *Node) makeSocketPath(dataDir string) (string, error) {
 			return "", fmt.Errorf("socket folder: %w", err)
 		}
 		n.socketDir = dir
-		if path := filepath.Join(dir, "etcd.sock"); len(path) <= maxSocketPath {
+		if path, ok := socketPath(dir); ok {
 			return path, nil
 		}
 		if err := os.RemoveAll(dir); err != nil {
 			return "", fmt.Errorf("socket folder: %w", err)
 		}
 	}
-	return "", errors.New("socket folder: its path is too long for a unix socket")
+	return "", errors.New("socket folder: no path for a unix socket; is TMPDIR too long?")
 }
 
 // Client is the client for everything but transactions.

@@ -77,6 +77,22 @@ func TestLongPaths(t *testing.T) {
 	}
 }
 
+// A data folder may have a name that means something else in a URL.
+func TestOddPaths(t *testing.T) {
+	for _, name := range []string{"a#b", "a?b", "a%20b", "a b", "é"} {
+		n, err := Embed(t.Context(), EmbedConfig{DataDir: filepath.Join(t.TempDir(), name)})
+		if err != nil {
+			t.Fatalf("%q: %v", name, err)
+		}
+		if _, err := n.Client().Get(t.Context(), "x"); err != nil {
+			t.Errorf("%q: %v", name, err)
+		}
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // O3: what etcd logs of its requests has the ids of sessions in it; those never reach our log.
 func TestLogHasNoIDs(t *testing.T) {
 	var text strings.Builder
