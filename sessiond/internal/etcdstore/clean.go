@@ -78,7 +78,11 @@ func (c *cleaner) placeLocked(session string) int {
 		h := fnv.New64a()
 		_, _ = io.WriteString(h, session)
 		_, _ = io.WriteString(h, node)
-		return h.Sum64()
+		// The last bytes hardly reach the high bits: mix them (the finalizer of MurmurHash3).
+		sum := h.Sum64()
+		sum = (sum ^ sum>>33) * 0xff51afd7ed558ccd
+		sum = (sum ^ sum>>33) * 0xc4ceb9fe1a85ec53
+		return sum ^ sum>>33
 	}
 	mine, place := weight(c.node), 0
 	for _, node := range c.nodes {

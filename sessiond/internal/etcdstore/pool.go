@@ -182,7 +182,9 @@ func (p *pool) run(ctx context.Context) {
 			cancel()
 			if err == nil {
 				p.mu.Lock()
-				p.idle[l.leaseTTL] = slices.Insert(p.idle[l.leaseTTL], 0, l)
+				if list := p.idle[l.leaseTTL]; len(list) < maxIdleLeases { // others have come back meanwhile
+					p.idle[l.leaseTTL] = slices.Insert(list, 0, l)
+				}
 				p.mu.Unlock()
 			}
 		}
