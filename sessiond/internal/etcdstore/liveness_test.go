@@ -431,11 +431,11 @@ func TestBaseline(t *testing.T) {
 	}
 	waitFor(t, 10*time.Second, "goroutines end", func() bool { return runtime.NumGoroutine() <= beforeGoroutines+2 })
 	for _, s := range []*services{a, b} {
-		s.store.live.mu.Lock()
-		if len(s.store.live.here) > 0 || len(s.store.live.frontEnds) > 0 {
-			t.Errorf("%d front-ends attached here, %d anywhere", len(s.store.live.here), len(s.store.live.frontEnds))
-		}
-		s.store.live.mu.Unlock()
+		waitFor(t, 5*time.Second, "no front-end is known", func() bool {
+			s.store.live.mu.Lock()
+			defer s.store.live.mu.Unlock()
+			return len(s.store.live.here) == 0 && len(s.store.live.frontEnds) == 0
+		})
 		s.store.hub.mu.Lock()
 		if len(s.store.hub.waiters) > 0 || s.store.hub.open != watches {
 			t.Errorf("%d waiters, %d watches", len(s.store.hub.waiters), s.store.hub.open)
