@@ -58,13 +58,25 @@ func (x *exchange) ask(ctx context.Context, m *jsonrpc.Request) {
 		fail(ErrNoSession)
 		return
 	}
-	if x.over || x.reply == nil || !x.reply.streamOK {
+	if x.over {
 		fail(ErrNoStream)
 		return
 	}
 	if capability := capabilityFor[m.Method]; capability != "" && !x.session.declares(capability) {
 		fail(fmt.Errorf("%w: %s", ErrNoCapability, capability))
 		return
+	}
+	onOwnStream := x.reply != nil && x.reply.streamOK
+	if !onOwnStream {
+		// A notification has no stream of its own, nor has a client that accepts JSON alone: the standalone one serves.
+		switch open, err := x.h.standaloneIsOpen(x.ctx, x.session.id); {
+		case err != nil:
+			fail(fmt.Errorf("look for a stream to ask the client on: %w", err))
+			return
+		case !open:
+			fail(ErrNoStream)
+			return
+		}
 	}
 	// The subscription comes before the question, or a quick answer would be missed; the save and the release come before
 	// it too, so that what the client does next finds the handler's changes and a free lock.
@@ -83,8 +95,21 @@ func (x *exchange) ask(ctx context.Context, m *jsonrpc.Request) {
 			x.resolve(id, &jsonrpc.Response{Error: fmt.Errorf("%w (%s)", ErrAskTimeout, x.h.opts.AskTimeout)})
 		})
 	})}
-	x.reply.stream()
-	x.reply.event(encodeRequest(id, m.Method, m.Params), false)
+	question := encodeRequest(id, m.Method, m.Params)
+	if onOwnStream {
+		x.reply.stream()
+		x.reply.event(question, false)
+		return
+	}
+	if err := x.sendStandalone(question); err != nil {
+		x.resolve(id, &jsonrpc.Response{Error: fmt.Errorf("ask the client on its standalone stream: %w", err)})
+	}
+}
+
+// sendStandalone sends a message on the session's standalone stream, wherever that is.
+func (x *exchange) sendStandalone(data []byte) error {
+	_, err := x.h.opts.Messages.Publish(x.ctx, x.session.id, standaloneStream, data, client.PublishOptions{TTL: x.h.opts.messageTTL()})
+	return err
 }
 
 func (s *session) declares(capability string) bool {
@@ -104,7 +129,12 @@ func (x *exchange) withdraw(m *jsonrpc.Request) {
 			a.timer.Stop()
 			delete(x.asks, id)
 			params["requestId"] = marshal(id)
-			x.reply.event(encodeRequest("", m.Method, marshal(params)), false)
+			withdrawal := encodeRequest("", m.Method, marshal(params))
+			if x.reply != nil && x.reply.streaming {
+				x.reply.event(withdrawal, false)
+			} else if err := x.sendStandalone(withdrawal); err != nil {
+				x.h.log.WarnContext(x.ctx, "client not told that its answer is no longer needed", slog.Any("error", err))
+			}
 			return
 		}
 	}

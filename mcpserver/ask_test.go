@@ -184,3 +184,29 @@ func TestN1AskNeedsASession(t *testing.T) {
 		t.Fatalf("%d %s", a.status, a.body)
 	}
 }
+
+// F9 (C52): what a notification sets off asks on the standalone stream, wherever that is; without one it fails at once.
+func TestF9AskFromANotification(t *testing.T) {
+	eachMode(t, func(t *testing.T, r *replicas) {
+		id := r.open()
+		knows := func(want string) func() bool {
+			return func() bool {
+				return strings.Contains(text(r.post(id, call("1", "known_roots", `{}`)).messages[0]), want)
+			}
+		}
+		if a := r.post(id, `{"jsonrpc":"2.0","method":"notifications/roots/list_changed"}`); a.status != 202 {
+			t.Fatalf("%d %s", a.status, a.body)
+		}
+		r.eventually(knows("NO_STREAM"))
+
+		s := r.requestTo(1, http.MethodGet, id, "")
+		r.requestTo(0, http.MethodPost, id, `{"jsonrpc":"2.0","method":"notifications/roots/list_changed"}`).all()
+		question := s.event()
+		if question["method"] != "roots/list" {
+			t.Fatalf("got %v", question)
+		}
+		r.requestTo(2, http.MethodPost, id, fmt.Sprintf(`{"jsonrpc":"2.0","id":%q,"result":{"roots":[{"uri":"file:///here"}]}}`, question["id"])).all()
+		r.eventually(knows("file:///here"))
+		s.cut()
+	})
+}

@@ -19,8 +19,8 @@ var (
 	// ErrNoSession: the request belongs to no session: the handler was built without a [Store], or the request is one of
 	// the modern era, or the context is not a request's. Values need a session, and so does asking the client.
 	ErrNoSession = errors.New("no session: asking the client and session values need one")
-	// ErrNoStream: the client cannot be asked, since the request has no stream to carry the question: it accepts JSON
-	// alone, or it is a notification.
+	// ErrNoStream: the client cannot be asked, since there is no stream to carry the question: the request is a
+	// notification, or accepts JSON alone, and the client has no standalone stream open.
 	ErrNoStream = errors.New("no stream to ask the client on")
 	// ErrNoCapability: the client did not declare the capability that the question needs.
 	ErrNoCapability = errors.New("the client did not declare the capability")

@@ -454,7 +454,7 @@ func (x *exchange) notice(ctx context.Context, m *jsonrpc.Request) {
 	if x.session == nil || m.Method == "notifications/progress" {
 		return
 	}
-	if _, err := x.h.opts.Messages.Publish(x.ctx, x.session.id, standaloneStream, data, client.PublishOptions{TTL: x.h.opts.messageTTL()}); err != nil {
+	if err := x.sendStandalone(data); err != nil {
 		x.h.log.WarnContext(x.ctx, "notification not kept for the standalone stream", slog.String("method", m.Method), slog.Any("error", err))
 	}
 }

@@ -34,6 +34,8 @@ type presence struct {
 	Closed    string `json:"closed,omitempty"`
 	Delivered uint64 `json:"delivered,omitempty"`
 	Heard     uint64 `json:"heard,omitempty"`
+	// Probe asks nothing of anyone: who published it knows what was said before it.
+	Probe string `json:"probe,omitempty"`
 	// Subscribed and Unsubscribed are resources.
 	Subscribed   string `json:"subscribed,omitempty"`
 	Unsubscribed string `json:"unsubscribed,omitempty"`
@@ -88,6 +90,40 @@ func (h *Handler) serveGET(w http.ResponseWriter, r *http.Request) {
 	cancel()
 	reader.Wait()
 	s.leave(context.WithoutCancel(ctx))
+}
+
+// standaloneIsOpen tells whether the session's client has a standalone stream open, on any replica. One whose replica has
+// just died may still count.
+func (h *Handler) standaloneIsOpen(ctx context.Context, id string) (bool, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	probe := randomID()
+	if _, err := h.opts.Messages.Publish(ctx, id, presenceStream, marshal(presence{Probe: probe}), client.PublishOptions{TTL: time.Minute}); err != nil {
+		return false, err
+	}
+	messages, err := h.opts.Messages.Subscribe(ctx, id, 0, presenceStream)
+	if err != nil {
+		return false, err
+	}
+	open := ""
+	for m, err := range messages {
+		if err != nil {
+			return false, err
+		}
+		var p presence
+		if err := json.Unmarshal(m.Payload, &p); err != nil {
+			continue
+		}
+		switch {
+		case p.Probe == probe:
+			return open != "", nil
+		case p.Open != "":
+			open = p.Open
+		case p.Closed == open:
+			open = ""
+		}
+	}
+	return false, ctx.Err()
 }
 
 // openGET checks the request. lastEvent: what the client resumes after, if it does.

@@ -102,6 +102,15 @@ func testServer(heard *subscribers) *mcp.Server {
 			heard.add(ctx, req.Params.URI, 1)
 			return nil
 		},
+		RootsListChangedHandler: func(ctx context.Context, req *mcp.RootsListChangedRequest) {
+			result := "none"
+			if res, err := req.Session.ListRoots(ctx, nil); err != nil {
+				result = kindOf(err).Error()
+			} else if len(res.Roots) > 0 {
+				result = res.Roots[0].URI
+			}
+			_ = mcpserver.Set(ctx, "roots", result)
+		},
 		UnsubscribeHandler: func(ctx context.Context, req *mcp.UnsubscribeRequest) error {
 			heard.add(ctx, req.Params.URI, -1)
 			return nil
@@ -138,6 +147,13 @@ func testServer(heard *subscribers) *mcp.Server {
 			return nil, nil, err
 		}
 		return answer(keys)
+	})
+	mcp.AddTool(server, &mcp.Tool{Name: "known_roots"}, func(ctx context.Context, _ *mcp.CallToolRequest, _ struct{}) (*mcp.CallToolResult, any, error) {
+		v, _, err := mcpserver.Get[string](ctx, "roots")
+		if err != nil {
+			return nil, nil, err
+		}
+		return answer(v)
 	})
 	mcp.AddTool(server, &mcp.Tool{Name: "ask"}, func(ctx context.Context, req *mcp.CallToolRequest, in numberInput) (*mcp.CallToolResult, any, error) {
 		var answers []any
