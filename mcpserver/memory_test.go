@@ -13,6 +13,7 @@ import (
 
 	"github.com/sessiond/sessiond/client"
 	"github.com/sessiond/sessiond/mcpserver"
+	"github.com/sessiond/sessiond/mcpserver/backendtest"
 )
 
 // memory is a store, lock and messages in the test's process, with the contract of sessiond and time that a synctest
@@ -362,4 +363,10 @@ func (m *memory) now() uint64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.position
+}
+
+// The store in these tests keeps the contract that others have to (F21).
+func TestF21MemoryKeepsTheContract(t *testing.T) {
+	m := newMemory()
+	backendtest.Run(t, func(*testing.T) backendtest.Backend { return backendtest.Backend{Store: m, Locker: m, Messages: m} })
 }
