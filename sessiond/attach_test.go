@@ -116,186 +116,202 @@ func (n *node) holds(t *testing.T, g *sessiondv1.Grant) bool {
 // and not before; its places in queues go as well (L6).
 func TestFrontEndGone(t *testing.T) {
 	t.Parallel()
-	nodes := startWith(t, 3, sessiond.Config{})
-	a, b, c := nodes[0], nodes[1], nodes[2]
-	one, two := a.create(t, ""), a.create(t, "")
-	f := a.attach(t)
-	f.acquire(b, one)
-	other := c.acquire(t, &sessiondv1.AcquireRequest{SessionId: two})
-	dead := queue(t.Context(), c, &sessiondv1.AcquireRequest{SessionId: two, FrontEnd: f.id, RequestId: "dead"})
-	c.settled(t, dead)
-	next := queue(t.Context(), c, &sessiondv1.AcquireRequest{SessionId: one})
-	behind := queue(t.Context(), a, &sessiondv1.AcquireRequest{SessionId: two})
-	c.settled(t, next)
-	began := time.Now()
-	f.hangUp()
-	take(t, next)
-	if waited := time.Since(began); waited < sessiond.DefaultAttachGrace || waited > sessiond.DefaultAttachGrace+time.Second {
-		t.Errorf("released after %v", waited)
-	}
-	c.release(t, other)
-	// The call of the front-end that is not so dead after all has taken its place anew, at the end.
-	take(t, behind)
+	onBoth(t, func(t *testing.T, on cluster) {
+		nodes := on.startWith(t, 3, sessiond.Config{})
+		a, b, c := nodes[0], nodes[1], nodes[2]
+		one, two := a.create(t, ""), a.create(t, "")
+		f := a.attach(t)
+		f.acquire(b, one)
+		other := c.acquire(t, &sessiondv1.AcquireRequest{SessionId: two})
+		dead := queue(t.Context(), c, &sessiondv1.AcquireRequest{SessionId: two, FrontEnd: f.id, RequestId: "dead"})
+		c.settled(t, dead)
+		next := queue(t.Context(), c, &sessiondv1.AcquireRequest{SessionId: one})
+		behind := queue(t.Context(), a, &sessiondv1.AcquireRequest{SessionId: two})
+		c.settled(t, next)
+		began := time.Now()
+		f.hangUp()
+		take(t, next)
+		if waited := time.Since(began); waited < sessiond.DefaultAttachGrace || waited > sessiond.DefaultAttachGrace+time.Second {
+			t.Errorf("released after %v", waited)
+		}
+		c.release(t, other)
+		// The call of the front-end that is not so dead after all has taken its place anew, at the end.
+		take(t, behind)
+	})
 }
 
 // L10, L4: a front-end that never attached keeps its locks; that its node hears nothing of it means nothing.
 func TestNeverAttached(t *testing.T) {
 	t.Parallel()
-	nodes := startWith(t, 2, sessiond.Config{AttachGrace: 100 * time.Millisecond})
-	a, b := nodes[0], nodes[1]
-	stranger := a.acquire(t, &sessiondv1.AcquireRequest{SessionId: a.create(t, ""), FrontEnd: "stranger"})
-	f := a.attach(t)
-	g := f.acquire(b, a.create(t, ""))
-	f.hangUp()
-	eventually(t, 5*time.Second, "the lock of the other is released", func() bool { return !b.holds(t, g) })
-	if err := b.stop(); err != nil {
-		t.Fatal(err)
-	}
-	a.release(t, stranger)
+	onBoth(t, func(t *testing.T, on cluster) {
+		nodes := on.startWith(t, 2, sessiond.Config{AttachGrace: 100 * time.Millisecond})
+		a, b := nodes[0], nodes[1]
+		stranger := a.acquire(t, &sessiondv1.AcquireRequest{SessionId: a.create(t, ""), FrontEnd: "stranger"})
+		f := a.attach(t)
+		g := f.acquire(b, a.create(t, ""))
+		f.hangUp()
+		eventually(t, 5*time.Second, "the lock of the other is released", func() bool { return !b.holds(t, g) })
+		if err := b.stop(); err != nil {
+			t.Fatal(err)
+		}
+		a.release(t, stranger)
+	})
 }
 
 // L11: goodbye releases at once what was acquired through any node.
 func TestGoodbye(t *testing.T) {
-	nodes := startWith(t, 2, sessiond.Config{})
-	a, b := nodes[0], nodes[1]
-	f := a.attach(t)
-	grants := []*sessiondv1.Grant{f.acquire(a, a.create(t, "")), f.acquire(b, a.create(t, ""))}
-	for range 100 {
-		grants = append(grants, f.acquire(b, a.create(t, "")))
-	}
-	began := time.Now()
-	f.say(&sessiondv1.AttachRequest{Message: &sessiondv1.AttachRequest_Goodbye{Goodbye: &sessiondv1.AttachGoodbye{}}})
-	if err := f.end(); !errors.Is(err, io.EOF) {
-		t.Error(err)
-	}
-	if took := time.Since(began); took > time.Second {
-		t.Errorf("took %v", took)
-	}
-	for _, g := range grants {
-		wantReason(t, b.tryRelease(t, g), codes.FailedPrecondition, "LOCK_NOT_HELD")
-	}
+	onBoth(t, func(t *testing.T, on cluster) {
+		nodes := on.startWith(t, 2, sessiond.Config{})
+		a, b := nodes[0], nodes[1]
+		f := a.attach(t)
+		grants := []*sessiondv1.Grant{f.acquire(a, a.create(t, "")), f.acquire(b, a.create(t, ""))}
+		for range 100 {
+			grants = append(grants, f.acquire(b, a.create(t, "")))
+		}
+		began := time.Now()
+		f.say(&sessiondv1.AttachRequest{Message: &sessiondv1.AttachRequest_Goodbye{Goodbye: &sessiondv1.AttachGoodbye{}}})
+		if err := f.end(); !errors.Is(err, io.EOF) {
+			t.Error(err)
+		}
+		if took := time.Since(began); took > time.Second {
+			t.Errorf("took %v", took)
+		}
+		for _, g := range grants {
+			wantReason(t, b.tryRelease(t, g), codes.FailedPrecondition, "LOCK_NOT_HELD")
+		}
+	})
 }
 
 // L10: a front-end that attaches anew in time keeps its locks, on the same node and on another; what it does not claim,
 // because the answer was lost and nobody retries, is released (L8), and what it acquires meanwhile is not.
 func TestAttachAnew(t *testing.T) {
 	t.Parallel()
-	nodes := startWith(t, 2, sessiond.Config{})
-	a, b := nodes[0], nodes[1]
-	f := a.attach(t)
-	kept, lost := f.acquire(b, a.create(t, "")), f.acquire(b, a.create(t, ""))
-	for _, n := range []*node{b, a, a} {
-		f.hangUp()
-		f.attach(n)
-		ask := f.hear().GetAsk()
-		if ask.GetPosition() == 0 {
-			t.Fatalf("ask: %v", ask)
-		}
-		young := f.acquire(a, a.create(t, ""))
-		f.claim(ask.GetPosition(), kept)
-		eventually(t, 5*time.Second, "what is not claimed is released", func() bool { return !a.holds(t, lost) })
-		for _, g := range []*sessiondv1.Grant{young, kept} {
-			if !a.holds(t, g) {
-				t.Errorf("released: %v", g)
+	onBoth(t, func(t *testing.T, on cluster) {
+		nodes := on.startWith(t, 2, sessiond.Config{})
+		a, b := nodes[0], nodes[1]
+		f := a.attach(t)
+		kept, lost := f.acquire(b, a.create(t, "")), f.acquire(b, a.create(t, ""))
+		for _, n := range []*node{b, a, a} {
+			f.hangUp()
+			f.attach(n)
+			ask := f.hear().GetAsk()
+			if ask.GetPosition() == 0 {
+				t.Fatalf("ask: %v", ask)
 			}
+			young := f.acquire(a, a.create(t, ""))
+			f.claim(ask.GetPosition(), kept)
+			eventually(t, 5*time.Second, "what is not claimed is released", func() bool { return !a.holds(t, lost) })
+			for _, g := range []*sessiondv1.Grant{young, kept} {
+				if !a.holds(t, g) {
+					t.Errorf("released: %v", g)
+				}
+			}
+			a.release(t, young)
+			lost = f.acquire(b, lost.GetSessionId())
 		}
-		a.release(t, young)
-		lost = f.acquire(b, lost.GetSessionId())
-	}
-	timer := time.NewTimer(sessiond.DefaultAttachGrace + time.Second)
-	<-timer.C
-	if !a.holds(t, kept) {
-		t.Error("the node that the front-end left released its lock")
-	}
+		timer := time.NewTimer(sessiond.DefaultAttachGrace + time.Second)
+		<-timer.C
+		if !a.holds(t, kept) {
+			t.Error("the node that the front-end left released its lock")
+		}
+	})
 }
 
 // L10: an attach that is late does not replace a newer one, and what it replaces ends without harm.
 func TestLateAttach(t *testing.T) {
-	nodes := startWith(t, 2, sessiond.Config{AttachGrace: 100 * time.Millisecond})
-	a, b := nodes[0], nodes[1]
-	f := a.attach(t)
-	g := f.acquire(a, a.create(t, ""))
-	old := *f
-	f.number = 5
-	f.attach(b)
-	if err := old.end(); !errors.Is(err, io.EOF) {
-		t.Errorf("the older stream ends with %v", err)
-	}
-	late := *f
-	late.open(a, 4)
-	if err := late.end(); !errors.Is(err, io.EOF) {
-		t.Errorf("the late stream ends with %v", err)
-	}
-	late.hangUp()
-	ask := f.hear().GetAsk()
-	f.claim(ask.GetPosition(), g)
-	timer := time.NewTimer(500 * time.Millisecond)
-	<-timer.C
-	if !b.holds(t, g) {
-		t.Error("released")
-	}
+	onBoth(t, func(t *testing.T, on cluster) {
+		nodes := on.startWith(t, 2, sessiond.Config{AttachGrace: 100 * time.Millisecond})
+		a, b := nodes[0], nodes[1]
+		f := a.attach(t)
+		g := f.acquire(a, a.create(t, ""))
+		old := *f
+		f.number = 5
+		f.attach(b)
+		if err := old.end(); !errors.Is(err, io.EOF) {
+			t.Errorf("the older stream ends with %v", err)
+		}
+		late := *f
+		late.open(a, 4)
+		if err := late.end(); !errors.Is(err, io.EOF) {
+			t.Errorf("the late stream ends with %v", err)
+		}
+		late.hangUp()
+		ask := f.hear().GetAsk()
+		f.claim(ask.GetPosition(), g)
+		timer := time.NewTimer(500 * time.Millisecond)
+		<-timer.C
+		if !b.holds(t, g) {
+			t.Error("released")
+		}
+	})
 }
 
 // L8: a request that the front-end has given up leaves no lock held, although it was granted; that of another front-end
 // stays.
 func TestAbandon(t *testing.T) {
-	nodes := startWith(t, 2, sessiond.Config{})
-	a, b := nodes[0], nodes[1]
-	f := a.attach(t)
-	mine, other := f.acquire(b, a.create(t, "")), b.acquire(t, &sessiondv1.AcquireRequest{SessionId: a.create(t, ""), FrontEnd: "other"})
-	abandon := &sessiondv1.AttachAbandon{Requests: []*sessiondv1.LockRequest{{SessionId: "none", RequestId: "none"}}}
-	for _, g := range []*sessiondv1.Grant{mine, other} {
-		abandon.Requests = append(abandon.Requests, &sessiondv1.LockRequest{SessionId: g.GetSessionId(), RequestId: g.GetRequestId()})
-	}
-	f.say(&sessiondv1.AttachRequest{Message: &sessiondv1.AttachRequest_Abandon{Abandon: abandon}})
-	eventually(t, 5*time.Second, "it is released", func() bool { return !b.holds(t, mine) })
-	b.release(t, other)
+	onBoth(t, func(t *testing.T, on cluster) {
+		nodes := on.startWith(t, 2, sessiond.Config{})
+		a, b := nodes[0], nodes[1]
+		f := a.attach(t)
+		mine, other := f.acquire(b, a.create(t, "")), b.acquire(t, &sessiondv1.AcquireRequest{SessionId: a.create(t, ""), FrontEnd: "other"})
+		abandon := &sessiondv1.AttachAbandon{Requests: []*sessiondv1.LockRequest{{SessionId: "none", RequestId: "none"}}}
+		for _, g := range []*sessiondv1.Grant{mine, other} {
+			abandon.Requests = append(abandon.Requests, &sessiondv1.LockRequest{SessionId: g.GetSessionId(), RequestId: g.GetRequestId()})
+		}
+		f.say(&sessiondv1.AttachRequest{Message: &sessiondv1.AttachRequest_Abandon{Abandon: abandon}})
+		eventually(t, 5*time.Second, "it is released", func() bool { return !b.holds(t, mine) })
+		b.release(t, other)
+	})
 }
 
 // What a front-end says is checked.
 func TestAttachChecks(t *testing.T) {
-	n := startWith(t, 1, sessiond.Config{})[0]
-	many := make([]*sessiondv1.LockRequest, 10_001)
-	for i := range many {
-		many[i] = &sessiondv1.LockRequest{SessionId: "s", RequestId: "r"}
-	}
-	for name, m := range map[string]*sessiondv1.AttachRequest{
-		"nothing":        {},
-		"a second hello": {Message: &sessiondv1.AttachRequest_Hello{Hello: &sessiondv1.AttachHello{FrontEnd: "f", Number: 1}}},
-		"no id":          {Message: &sessiondv1.AttachRequest_Claims{Claims: &sessiondv1.AttachClaims{Requests: []*sessiondv1.LockRequest{{}}}}},
-		"too many":       {Message: &sessiondv1.AttachRequest_Claims{Claims: &sessiondv1.AttachClaims{Requests: many}}},
-	} {
-		f := n.attach(t)
-		f.say(m)
-		if err := f.end(); reasonOf(err) != "INVALID_ARGUMENT" {
-			t.Errorf("%s: %v", name, err)
+	onBoth(t, func(t *testing.T, on cluster) {
+		n := on.startWith(t, 1, sessiond.Config{})[0]
+		many := make([]*sessiondv1.LockRequest, 10_001)
+		for i := range many {
+			many[i] = &sessiondv1.LockRequest{SessionId: "s", RequestId: "r"}
 		}
-	}
-	f := &frontEnd{t: t, id: " "}
-	f.open(n, 0)
-	wantReason(t, f.end(), codes.InvalidArgument, "INVALID_ARGUMENT")
+		for name, m := range map[string]*sessiondv1.AttachRequest{
+			"nothing":        {},
+			"a second hello": {Message: &sessiondv1.AttachRequest_Hello{Hello: &sessiondv1.AttachHello{FrontEnd: "f", Number: 1}}},
+			"no id":          {Message: &sessiondv1.AttachRequest_Claims{Claims: &sessiondv1.AttachClaims{Requests: []*sessiondv1.LockRequest{{}}}}},
+			"too many":       {Message: &sessiondv1.AttachRequest_Claims{Claims: &sessiondv1.AttachClaims{Requests: many}}},
+		} {
+			f := n.attach(t)
+			f.say(m)
+			if err := f.end(); reasonOf(err) != "INVALID_ARGUMENT" {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		f := &frontEnd{t: t, id: " "}
+		f.open(n, 0)
+		wantReason(t, f.end(), codes.InvalidArgument, "INVALID_ARGUMENT")
+	})
 }
 
 // L10: a node that shuts down sends its front-ends to another, which keeps their locks.
 func TestAttachedToADrainingNode(t *testing.T) {
 	t.Parallel()
-	nodes := startWith(t, 2, sessiond.Config{})
-	a, b := nodes[0], nodes[1]
-	f := b.attach(t)
-	g := f.acquire(b, a.create(t, ""))
-	stopped := make(chan error, 1)
-	go func() { stopped <- b.stop() }()
-	wantReason(t, f.end(), codes.Unavailable, "SHUTTING_DOWN")
-	f.attach(a)
-	f.claim(f.hear().GetAsk().GetPosition(), g)
-	if err := <-stopped; err != nil {
-		t.Fatal(err)
-	}
-	timer := time.NewTimer(sessiond.DefaultAttachGrace + time.Second)
-	<-timer.C
-	if !a.holds(t, g) {
-		t.Error("released")
-	}
+	onBoth(t, func(t *testing.T, on cluster) {
+		nodes := on.startWith(t, 2, sessiond.Config{})
+		a, b := nodes[0], nodes[1]
+		f := b.attach(t)
+		g := f.acquire(b, a.create(t, ""))
+		stopped := make(chan error, 1)
+		go func() { stopped <- b.stop() }()
+		wantReason(t, f.end(), codes.Unavailable, "SHUTTING_DOWN")
+		f.attach(a)
+		f.claim(f.hear().GetAsk().GetPosition(), g)
+		if err := <-stopped; err != nil {
+			t.Fatal(err)
+		}
+		timer := time.NewTimer(sessiond.DefaultAttachGrace + time.Second)
+		<-timer.C
+		if !a.holds(t, g) {
+			t.Error("released")
+		}
+	})
 }
 
 // attachedClient is a client of nodes that is attached.

@@ -11,7 +11,9 @@ import (
 // entry is a place in a lock's queue. It has a deadline from when it holds the lock on: whoever waits does so in this
 // process, and leaves.
 type entry struct {
+	rec             *record
 	request, holder string
+	frontEnd        string // or empty
 	token           uint64
 	ttl             time.Duration
 	by              *place // the call that answers for the entry: the last one of its request
@@ -38,7 +40,7 @@ func (s *Store) removeEntry(r *record, e *entry, now time.Time) {
 	s.next()
 	i := slices.Index(r.queue, e)
 	r.queue = slices.Delete(r.queue, i, i+1)
-	s.unschedule(&e.end)
+	s.forget(e)
 	if i == 0 && len(r.queue) > 0 {
 		s.start(r.queue[0], now)
 	}
@@ -50,6 +52,14 @@ func (s *Store) removeEntry(r *record, e *entry, now time.Time) {
 		if p.r.ID == e.request || p.r.ID == behind {
 			signal(p.wake)
 		}
+	}
+}
+
+// forget lets go of an entry that has been taken out of its queue.
+func (s *Store) forget(e *entry) {
+	s.unschedule(&e.end)
+	if e.frontEnd != "" {
+		drop(s.entries, e.frontEnd, e)
 	}
 }
 
@@ -161,9 +171,12 @@ func (p *place) Join(ctx context.Context, ifFree bool) (lock.View, error) {
 		p.r.Read = false
 		return s.look(p.r, rec, nil, now), nil
 	default:
-		own = &entry{request: p.r.ID, holder: p.r.Holder, token: s.next(), ttl: p.r.TTL, by: p}
+		own = &entry{rec: rec, request: p.r.ID, holder: p.r.Holder, frontEnd: p.r.FrontEnd, token: s.next(), ttl: p.r.TTL, by: p}
 		own.end = deadline{index: unscheduled, expire: func() { s.removeEntry(rec, own, own.end.at) }}
 		rec.queue = append(rec.queue, own)
+		if own.frontEnd != "" {
+			add(s.entries, own.frontEnd, own)
+		}
 		if len(rec.queue) == 1 {
 			s.start(own, now)
 		}

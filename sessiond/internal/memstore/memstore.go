@@ -26,7 +26,7 @@ import (
 	"github.com/sessiond/sessiond/sessiond/internal/session"
 )
 
-// Store implements session.Store, lock.Store and message.Store. Its methods may be called concurrently. What it returns is
+// Store implements session.Store, lock.Store, lock.FrontEndStore and message.Store. Its methods may be called concurrently. What it returns is
 // shared and must not be changed.
 type Store struct {
 	up, down chan struct{} // closed, never closed
@@ -41,6 +41,9 @@ type Store struct {
 	// Those who wait for something of a session, whether it exists or not.
 	places map[string]map[*place]struct{}
 	feeds  map[string]map[*feed]struct{}
+	// Front-ends that are attached, and the entries of all that named one.
+	attached map[string]*attachment
+	entries  map[string]map[*entry]struct{}
 }
 
 var (
@@ -71,6 +74,8 @@ func Open() *Store {
 		sessions: map[string]*record{},
 		places:   map[string]map[*place]struct{}{},
 		feeds:    map[string]map[*feed]struct{}{},
+		attached: map[string]*attachment{},
+		entries:  map[string]map[*entry]struct{}{},
 	}
 	close(s.up)
 	s.wg.Go(s.schedule)
@@ -210,7 +215,7 @@ func (s *Store) remove(r *record) {
 	delete(s.sessions, r.id)
 	s.unschedule(&r.end)
 	for _, e := range r.queue {
-		s.unschedule(&e.end)
+		s.forget(e)
 	}
 	for _, m := range r.messages {
 		s.unschedule(&m.end)

@@ -26,8 +26,9 @@ func (s *Store) empty(t *testing.T) {
 	t.Helper()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(s.sessions)+len(s.ends)+len(s.places)+len(s.feeds) > 0 {
-		t.Errorf("left: %d sessions, %d deadlines, %d places, %d feeds", len(s.sessions), len(s.ends), len(s.places), len(s.feeds))
+	if len(s.sessions)+len(s.ends)+len(s.places)+len(s.feeds)+len(s.entries) > 0 {
+		t.Errorf("left: %d sessions, %d deadlines, %d places, %d feeds, entries of %d front-ends",
+			len(s.sessions), len(s.ends), len(s.places), len(s.feeds), len(s.entries))
 	}
 }
 
@@ -92,7 +93,7 @@ func TestNothingLeaks(t *testing.T) {
 			wg.Go(func() {
 				id := ids[c%len(ids)]
 				for r := range rounds {
-					g, err := locks.Acquire(t.Context(), lock.Request{Session: id, TTL: time.Minute, Timeout: time.Hour, Read: true})
+					g, err := locks.Acquire(t.Context(), lock.Request{Session: id, FrontEnd: fmt.Sprint("f", c%7), TTL: time.Minute, Timeout: time.Hour, Read: true})
 					if err != nil {
 						t.Error(err)
 						return
