@@ -25,7 +25,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // replicas are front-ends of one store, each with a server of its own, as separate processes would be.
 type replicas struct {
-	t        *testing.T
+	t        testing.TB
 	store    *memory
 	servers  []*httptest.Server
 	handlers []*mcpserver.Handler
@@ -264,7 +264,7 @@ type answer struct {
 
 // stream is an HTTP answer while it goes on.
 type stream struct {
-	t      *testing.T
+	t      testing.TB
 	resp   *http.Response
 	reader *bufio.Reader
 }
