@@ -1,8 +1,8 @@
-// Package balancer spreads HTTP requests over several back-ends, strictly in turn.
+// Package balancer spreads HTTP requests over several back-ends, strictly in turn or at random.
 //
 // It stands in for the load balancer that people run in front of their front-ends, set up in the way that is hardest for
 // a server with sessions: no affinity of any kind, so two requests of one session, even on one connection, go to
-// different back-ends. The demo and the end-to-end tests use it.
+// different back-ends. The demo, the end-to-end tests and the conformance suite use it.
 //
 // It is not [httputil.ReverseProxy] alone, because that one leaves three things to chance which a test must not:
 // which back-end is next, whether a request is sent twice (Go's transport repeats some by itself), and whether an
@@ -16,6 +16,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"net/http/httputil"
@@ -34,8 +35,20 @@ const (
 	closeGrace      = 2 * time.Second
 )
 
+// A Policy says which back-end is next.
+type Policy int
+
+const (
+	// InTurn is strict round robin.
+	InTurn Policy = iota
+	// AtRandom takes any, also the same one twice.
+	AtRandom
+)
+
 // Options adjust a balancer. The zero value is what the demo runs with.
 type Options struct {
+	// Policy says which back-end is next. Zero: InTurn.
+	Policy Policy
 	// MaxBody is the largest request body in bytes; a larger one is answered 413. Zero: 8 MiB.
 	MaxBody int64
 	// DeadTime is how long a back-end that refused a connection is left out. Zero: one second.
@@ -51,6 +64,7 @@ type Options struct {
 //
 // Its methods may be called concurrently.
 type Balancer struct {
+	policy   Policy
 	maxBody  int64
 	deadTime time.Duration
 	log      *slog.Logger
@@ -65,11 +79,14 @@ type Balancer struct {
 	mu       sync.Mutex
 	backends []backend
 	cursor   int
+	idle     chan struct{} // closed, and made anew, when a back-end has nothing in flight any more
 }
 
 type backend struct {
 	addr      string
 	deadUntil time.Time
+	inFlight  int  // requests whose response has not been copied to its end
+	out       bool // taken out by TakeOut
 }
 
 // New makes a balancer over back-ends given as host:port.
@@ -77,7 +94,7 @@ func New(backends []string, o Options) (*Balancer, error) {
 	if len(backends) == 0 {
 		return nil, errors.New("balancer: no back-ends")
 	}
-	b := &Balancer{maxBody: o.MaxBody, deadTime: o.DeadTime, log: o.Logger}
+	b := &Balancer{policy: o.Policy, maxBody: o.MaxBody, deadTime: o.DeadTime, log: o.Logger, idle: make(chan struct{})}
 	if b.maxBody == 0 {
 		b.maxBody = defaultMaxBody
 	}
@@ -209,8 +226,10 @@ func (t roundTripper) RoundTrip(r *http.Request) (*http.Response, error) {
 		resp, err := via.RoundTrip(attempt)
 		if err == nil {
 			resp.Header.Set(ServedBy, addr)
+			resp.Body = &response{ReadCloser: resp.Body, done: sync.OnceFunc(func() { b.done(addr) })}
 			return resp, nil
 		}
+		b.done(addr)
 		op, ok := errors.AsType[*net.OpError](err)
 		if !ok || op.Op != "dial" || r.Context().Err() != nil {
 			return nil, fmt.Errorf("%s: %w", addr, err)
@@ -218,6 +237,18 @@ func (t roundTripper) RoundTrip(r *http.Request) (*http.Response, error) {
 		b.markDead(addr)
 		b.log.WarnContext(r.Context(), "back-end cannot be reached", "backend", addr, "error", err)
 	}
+}
+
+// A response tells when it has been copied, or given up.
+type response struct {
+	io.ReadCloser
+
+	done func()
+}
+
+func (r *response) Close() error {
+	defer r.done()
+	return r.ReadCloser.Close()
 }
 
 // repeatable tells whether Go's transport would take the request to be safe to send twice.
@@ -229,34 +260,94 @@ func repeatable(r *http.Request) bool {
 	return r.Header.Values("Idempotency-Key") != nil || r.Header.Values("X-Idempotency-Key") != nil
 }
 
-// next gives the back-end whose turn it is. One that was found dead a short while ago loses its turn to the next one,
-// unless all are dead: then they are tried all the same.
+// next gives the back-end whose turn it is, and counts a request for it. One that was found dead a short while ago loses
+// its turn to the next one, unless all are dead: then they are tried all the same.
 func (b *Balancer) next(tried []string) (string, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	first := b.cursor
+	if b.policy == AtRandom {
+		first = rand.IntN(len(b.backends))
+	}
 	now := time.Now()
 	for _, evenDead := range []bool{false, true} {
 		for i := range b.backends {
-			n := (b.cursor + i) % len(b.backends)
-			be := b.backends[n]
-			if slices.Contains(tried, be.addr) || !evenDead && now.Before(be.deadUntil) {
+			n := (first + i) % len(b.backends)
+			be := &b.backends[n]
+			if be.out || slices.Contains(tried, be.addr) || !evenDead && now.Before(be.deadUntil) {
 				continue
 			}
 			b.cursor = (n + 1) % len(b.backends)
+			be.inFlight++
 			return be.addr, true
 		}
 	}
 	return "", false
 }
 
+func (b *Balancer) done(addr string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	be := b.find(addr)
+	if be.inFlight--; be.inFlight == 0 {
+		close(b.idle)
+		b.idle = make(chan struct{})
+	}
+}
+
+func (b *Balancer) find(addr string) *backend {
+	for i := range b.backends {
+		if b.backends[i].addr == addr {
+			return &b.backends[i]
+		}
+	}
+	panic("balancer: no back-end " + addr)
+}
+
+// TakeOut waits until a back-end serves no request, neither a call nor a stream, and gives it no more of them until it is
+// put back with PutBack. It returns the back-end's address, or an error if ctx ends first. At least one back-end must be
+// left: with all others taken out it waits for one to be put back.
+func (b *Balancer) TakeOut(ctx context.Context) (string, error) {
+	for {
+		b.mu.Lock()
+		left, idle := 0, b.idle
+		for _, be := range b.backends {
+			if !be.out {
+				left++
+			}
+		}
+		// Not always the same one: the search begins with the one whose turn it is.
+		for i := range b.backends {
+			be := &b.backends[(b.cursor+i)%len(b.backends)]
+			if left > 1 && !be.out && be.inFlight == 0 {
+				be.out = true
+				b.mu.Unlock()
+				return be.addr, nil
+			}
+		}
+		b.mu.Unlock()
+		select {
+		case <-idle:
+		case <-ctx.Done():
+			return "", fmt.Errorf("balancer: no back-end is idle: %w", context.Cause(ctx))
+		}
+	}
+}
+
+// PutBack has a back-end that was taken out take part again. Nothing is sent on connections that were opened before.
+func (b *Balancer) PutBack(addr string) {
+	b.Close()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.find(addr).out = false
+	close(b.idle)
+	b.idle = make(chan struct{})
+}
+
 func (b *Balancer) markDead(addr string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	for i := range b.backends {
-		if b.backends[i].addr == addr {
-			b.backends[i].deadUntil = time.Now().Add(b.deadTime)
-		}
-	}
+	b.find(addr).deadUntil = time.Now().Add(b.deadTime)
 }
 
 func (b *Balancer) failed(w http.ResponseWriter, r *http.Request, err error) {

@@ -100,7 +100,8 @@ func flush(w http.ResponseWriter) { _ = http.NewResponseController(w).Flush() }
 
 // A fast back-end answers before the proxy has let go of the request's body: no answer may be cut or swapped.
 func TestManyQuickPostsAreAllAnsweredRightly(t *testing.T) {
-	const callers, each = 50, 400
+	// Enough for a fault that hits one answer in a thousand.
+	const callers, each = 50, 160
 	hasty := func(w http.ResponseWriter, r *http.Request) {
 		// The answer goes out before the body is read, as from a server that has all it needs in the headers.
 		_, _ = io.WriteString(w, r.Header.Get("X-Want"))
@@ -149,6 +150,82 @@ func TestBackEndsTakeTurns(t *testing.T) {
 		if _, by, _ := post(t, c, url, "x"); by != addrs[i%3] {
 			t.Fatalf("request %d was served by %s, want %s", i, by, addrs[i%3])
 		}
+	}
+}
+
+// At random: all take part, and not in turn.
+func TestBackEndsAtRandom(t *testing.T) {
+	addrs := []string{backEnd(t, echo), backEnd(t, echo), backEnd(t, echo)}
+	url := start(t, balancer.Options{Policy: balancer.AtRandom}, addrs...)
+	c := client(t)
+	served, inTurn, last := map[string]int{}, 0, ""
+	const requests = 300
+	for range requests {
+		_, by, _ := post(t, c, url, "x")
+		served[by]++
+		if slices.Index(addrs, by) == (slices.Index(addrs, last)+1)%len(addrs) {
+			inTurn++
+		}
+		last = by
+	}
+	for _, addr := range addrs {
+		if n := served[addr]; n < requests/6 {
+			t.Errorf("served by %v", served)
+		}
+	}
+	if inTurn > requests/2 {
+		t.Errorf("%d of %d requests went to the next in turn", inTurn, requests)
+	}
+}
+
+// A back-end that is taken out serves nothing at that moment and nothing afterwards, until it is put back.
+func TestTakeOut(t *testing.T) {
+	release := make(chan struct{})
+	waits := func(w http.ResponseWriter, r *http.Request) {
+		w.WriteHeader(http.StatusOK)
+		_ = http.NewResponseController(w).Flush()
+		<-release
+		_, _ = io.WriteString(w, "released")
+	}
+	busy, other := backEnd(t, waits), backEnd(t, echo)
+	b, err := balancer.New([]string{busy, other}, balancer.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(b.Close)
+	s := httptest.NewServer(b)
+	t.Cleanup(s.Close)
+	c := client(t)
+	stream, err := c.Post(s.URL, "text/plain", strings.NewReader("x"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = stream.Body.Close() }()
+
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	if addr, err := b.TakeOut(ctx); err != nil || addr != other {
+		t.Fatalf("took out %s, %v; want %s", addr, err, other)
+	}
+	b.PutBack(other)
+	close(release)
+	if answer, err := io.ReadAll(stream.Body); err != nil || string(answer) != "released" {
+		t.Fatalf("%q, %v", answer, err)
+	}
+	out, err := b.TakeOut(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 4 {
+		if _, by, _ := post(t, c, s.URL, "x"); by == out {
+			t.Fatalf("%s serves although it is out", out)
+		}
+	}
+	// The last one that is left is never taken.
+	soon, stop := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer stop()
+	if addr, err := b.TakeOut(soon); err == nil {
+		t.Errorf("took out %s, the last one", addr)
 	}
 }
 
