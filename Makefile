@@ -1,6 +1,6 @@
 # Everything here does its own set-up and says so. Needed beforehand: Go and make; a C compiler for the race detector;
-# Node with npm for buf (lint, generate) and for the TypeScript end-to-end tests. The Python client needs Debian packages,
-# which are installed if this runs as root.
+# Node with npm for buf (lint, generate), the TypeScript end-to-end tests and the conformance suite. The Python client and
+# the end-to-end tests need Debian packages, which are installed if this runs as root.
 #
 # Tools are pinned in modules of their own under .ci/tools, so that who imports `client` or `mcpserver` never sees them.
 # They are built into .bin/ and built again only when their go.mod, go.sum or package-lock.json changes.
@@ -50,13 +50,18 @@ test: ## Run all tests but the end-to-end ones, with the race detector.
 	@[ -n "$(RACE)" ] || echo "test: no C compiler found, so WITHOUT the race detector (on Debian: apt-get install gcc libc6-dev)"
 	@$(GO) test $(RACE) $(UNIT_PACKAGES)
 
-e2e: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver client-typescript client-python ## Run the end-to-end tests: real programs on loopback.
-	@if [ -f sessiond/e2e/typescript/package-lock.json ]; then \
-		echo "e2e: installing the npm packages of sessiond/e2e/typescript"; \
-		npm ci --prefix sessiond/e2e/typescript --no-audit --no-fund --loglevel=error; \
-	fi
+# The tests install the npm packages that they need.
+e2e: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver client-typescript client-python proxies ## Run the end-to-end tests: real programs on loopback.
 	@[ -n "$(RACE)" ] || echo "e2e: no C compiler found, so WITHOUT the race detector"
-	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" PYTHON="$(PYTHON)" $(GO) test $(RACE) -count=1 ./client/languages ./sessiond/e2e/...
+	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" PYTHON="$(PYTHON)" $(GO) test $(RACE) -count=1 -timeout 20m ./client/languages ./sessiond/e2e/...
+
+proxies:
+	@missing=; \
+	for program in nginx haproxy; do PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	.ci/debian e2e $$missing
+
+conformance: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver ## Run the official MCP conformance suite (CONFORMANCE=quick, CONFORMANCE_FLAGS).
+	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(GO) run ./sessiond/e2e/conformance $(if $(filter quick,$(CONFORMANCE)),--quick) $(CONFORMANCE_FLAGS)
 
 client-typescript: $(BIN)/buf client/typescript/node_modules/.package-lock.json ## Set up client/typescript: packages, stubs, compile.
 	@$(BIN)/buf generate --template client/typescript/buf.gen.yaml
@@ -74,14 +79,7 @@ client-python: $(BIN)/buf ## Set up client/python: Debian packages if they are m
 	command -v grpc_python_plugin >/dev/null || missing="$$missing protobuf-compiler-grpc"; \
 	$(PYTHON) -c 'import google.protobuf' 2>/dev/null || missing="$$missing python3-protobuf"; \
 	$(PYTHON) -c 'import grpc' 2>/dev/null || missing="$$missing python3-grpcio"; \
-	[ -z "$$missing" ] || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "client-python: installing the Debian packages$$missing (once)"; \
-		apt-get update -qq; \
-		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
-	else \
-		echo "client-python: missing are, by their names on Debian:$$missing; install them, or set PYTHON to an interpreter that has grpcio"; \
-		exit 1; \
-	fi
+	.ci/debian client-python $$missing || { echo "or set PYTHON to an interpreter that has protobuf and grpcio"; exit 1; }
 	@$(PYTHON) -c 'import google.protobuf, grpc' || { echo "client-python: PYTHON=$(PYTHON) lacks protobuf or grpcio"; exit 1; }
 	@$(BIN)/buf generate --template client/python/buf.gen.yaml
 
@@ -113,10 +111,10 @@ breaking: $(BIN)/buf ## Report changes of proto/ that break callers (AGAINST a c
 AGAINST ?=
 
 clean: ## Delete .bin/, installed npm packages and what is made of them; keeps the data folder.
-	rm -rf $(BIN) .ci/tools/npm/node_modules sessiond/e2e/typescript/node_modules \
+	rm -rf $(BIN) .ci/tools/npm/node_modules sessiond/e2e/typescript/node_modules sessiond/e2e/conformance/node_modules \
 		client/typescript/node_modules client/typescript/src/gen client/typescript/dist client/python/gen
 
-.PHONY: help run demo build test e2e client-typescript client-python bench lint generate check-generate breaking clean FORCE
+.PHONY: help run demo build test e2e proxies conformance client-typescript client-python bench lint generate check-generate breaking clean FORCE
 
 # Our own programs: go build knows best whether there is something to do.
 $(BIN)/sessiond $(BIN)/mcpserver: $(BIN)/%: FORCE
