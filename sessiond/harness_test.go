@@ -9,7 +9,6 @@ import (
 	"os"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"go.uber.org/goleak"
@@ -135,15 +134,6 @@ type cluster struct {
 func onBoth(t *testing.T, test func(t *testing.T, c cluster)) {
 	t.Run("memory", func(t *testing.T) { inMemory(t, test) })
 	t.Run("etcd", func(t *testing.T) { test(t, cluster{prefix: rand.Text() + "/"}) })
-}
-
-// inMemory runs a test against a store in memory, in virtual time.
-func inMemory(t *testing.T, test func(t *testing.T, c cluster)) {
-	synctest.Test(t, func(t *testing.T) {
-		store := memstore.Open()
-		t.Cleanup(func() { store.Close(context.WithoutCancel(t.Context())) })
-		test(t, cluster{memory: store})
-	})
 }
 
 // start starts nodes that share sessions.

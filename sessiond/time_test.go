@@ -1,14 +1,26 @@
 package sessiond_test
 
 import (
+	"context"
 	"fmt"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc/codes"
 
 	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
+	"github.com/sessiond/sessiond/sessiond/internal/memstore"
 )
+
+// inMemory runs a test against a store in memory, in virtual time.
+func inMemory(t *testing.T, test func(t *testing.T, c cluster)) {
+	synctest.Test(t, func(t *testing.T) {
+		store := memstore.Open()
+		t.Cleanup(func() { store.Close(context.WithoutCancel(t.Context())) })
+		test(t, cluster{memory: store})
+	})
+}
 
 // What takes hours on a clock is tested here in virtual time, to the nanosecond, on the store in memory.
 

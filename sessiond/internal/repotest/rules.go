@@ -7,6 +7,7 @@ import (
 	"go/token"
 	"maps"
 	"path"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -31,6 +32,7 @@ var rules = []rule{
 	{"sleep", checkSleep},
 	{"names", checkNames},
 	{"outside", checkOutside},
+	{"promises", checkPromises},
 }
 
 // A tree is the repository: its Go files parsed, its other files as text.
@@ -296,6 +298,53 @@ func checkOutside(t *tree) []string {
 		for i, line := range slices.Collect(strings.Lines(t.src[p])) {
 			if strings.Contains(line, outside) {
 				problems = append(problems, fmt.Sprintf("%s:%d: refers to %s, which is not in the repository", p, i+1, outside))
+			}
+		}
+	}
+	return problems
+}
+
+var (
+	promisePattern = regexp.MustCompile(`(?m)^- \*\*([A-Z]+[0-9]+)\*\* `)
+	// A test and, in parentheses, the file or the folder in which it is; the file may be on the next line.
+	namedPattern = regexp.MustCompile("`(Test[A-Z0-9]\\w*)`(?:\\s+\\(([\\w./-]+(?:/[\\w.-]+|\\.go))\\))?")
+)
+
+// checkPromises keeps the lists of promises honest: each names a test that exists, where it says, or what is not there yet.
+func checkPromises(t *tree) []string {
+	where := map[string][]string{} // the files that have a test of the name
+	for _, f := range t.gos {
+		for _, d := range f.Decls {
+			if fn, ok := d.(*ast.FuncDecl); ok && f.test && fn.Recv == nil && strings.HasPrefix(fn.Name.Name, "Test") {
+				where[fn.Name.Name] = append(where[fn.Name.Name], f.path)
+			}
+		}
+	}
+	var problems []string
+	for _, p := range slices.Sorted(maps.Keys(t.src)) {
+		if path.Base(p) != "PROMISES.md" {
+			continue
+		}
+		src := t.src[p]
+		for _, m := range namedPattern.FindAllStringSubmatch(src, -1) {
+			name, place := m[1], m[2]
+			switch files := where[name]; {
+			case len(files) == 0:
+				problems = append(problems, fmt.Sprintf("%s: there is no %s", p, name))
+			case place != "" && !slices.ContainsFunc(files, func(file string) bool {
+				return within(file, place, path.Join(path.Dir(p), place))
+			}):
+				problems = append(problems, fmt.Sprintf("%s: there is no %s in %s", p, name, place))
+			}
+		}
+		starts := promisePattern.FindAllStringSubmatchIndex(src, -1)
+		for i, at := range starts {
+			text := src[at[0]:]
+			if i+1 < len(starts) {
+				text = src[at[0]:starts[i+1][0]]
+			}
+			if !namedPattern.MatchString(text) && !strings.Contains(text, "*Not yet") {
+				problems = append(problems, fmt.Sprintf("%s: %s names neither a test nor what is not there yet", p, src[at[2]:at[3]]))
 			}
 		}
 	}

@@ -130,6 +130,16 @@ func TestRulesCanFail(t *testing.T) {
 		}, map[string]string{
 			"README.md": "shared leases\n",
 		}},
+		"promises": {map[string]string{
+			"sessiond/PROMISES.md":  "- **S1** Promised. `TestOfNothing`.\n",
+			"mcpserver/PROMISES.md": "- **F1** Promised.\n",
+		}, map[string]string{
+			"sessiond/PROMISES.md":          "- **S1** Promised. `TestA` (a_test.go), `TestB`\n  (internal/b/b_test.go).\n- **S2** *Not yet: all of it.*\n",
+			"mcpserver/PROMISES.md":         "- **F1** Promised. `TestC`; `TestB` (sessiond/internal).\n",
+			"sessiond/a_test.go":            doc + "func TestA() {}\n",
+			"sessiond/internal/b/b_test.go": doc + "func TestB() {}\n",
+			"mcpserver/c_test.go":           doc + "func TestC() {}\n",
+		}},
 	}
 	for _, r := range rules {
 		t.Run(r.name, func(t *testing.T) {
@@ -146,6 +156,19 @@ func TestRulesCanFail(t *testing.T) {
 				t.Errorf("allowed sources refused: %q", problems)
 			}
 		})
+	}
+}
+
+// Promise: a test that a list of promises places in a file where it is not is found out.
+func TestPromisesNameTheFile(t *testing.T) {
+	for place, want := range map[string]int{"a_test.go": 0, "internal/x": 1, "b_test.go": 1, "../sessiond": 0} {
+		problems := checkPromises(mustParse(t, map[string]string{
+			"sessiond/PROMISES.md": "- **S1** Promised. `TestA` (" + place + ").\n",
+			"sessiond/a_test.go":   "// Package x is for the test.\npackage x\nfunc TestA() {}\n",
+		}))
+		if len(problems) != want {
+			t.Errorf("%s: %q", place, problems)
+		}
 	}
 }
 
