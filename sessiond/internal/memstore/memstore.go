@@ -10,8 +10,8 @@
 //	s := memstore.Open()
 //	defer s.Close(ctx)
 //
-// Against etcd there are two differences, both allowed by the contract: TTLs are neither rounded up nor late, and a lock
-// never outlives its session, where in etcd it lasts for the rest of its own TTL.
+// Against etcd there is one difference, which the contract allows: TTLs are neither rounded up nor late, and what belongs to a
+// session goes with it in the same moment.
 package memstore
 
 import (
