@@ -29,6 +29,8 @@ const (
 	// topicTTL is that of the topic's session, which replicas keep alive.
 	topicTTL   = time.Hour
 	topicRetry = 500 * time.Millisecond
+	// topicPatience is how many attempts in a row may fail before that is logged.
+	topicPatience = 6
 )
 
 // topicData is the record of the topic's session. It is no client's: see [session.load].
@@ -110,14 +112,20 @@ func (t *topic) end() {
 
 // receive keeps the topic's session alive and takes in what is published to it.
 func (t *topic) receive() {
-	for t.ctx.Err() == nil {
+	for failures := 0; t.ctx.Err() == nil; {
+		began := time.Now()
 		err := t.subscription()
-		if t.ctx.Err() == nil {
-			if !errors.Is(err, client.ErrSessionNotFound) {
-				t.h.log.WarnContext(t.ctx, "changes on other replicas are not heard, trying again", slog.Any("error", err))
-			}
-			t.pause(topicRetry)
+		if t.ctx.Err() != nil {
+			return
 		}
+		if failures++; time.Since(began) > time.Minute {
+			failures = 0
+		}
+		// A store that is just starting is nothing to tell of.
+		if failures == topicPatience {
+			t.h.log.WarnContext(t.ctx, "changes on other replicas are not heard, trying again", slog.Any("error", err))
+		}
+		t.pause(topicRetry)
 	}
 }
 
