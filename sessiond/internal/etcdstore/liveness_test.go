@@ -269,7 +269,7 @@ func TestAttachCommits(t *testing.T) {
 // A pass shows every queue in one piece, also across pages, to all who came before it began.
 func TestPasses(t *testing.T) {
 	s := newServices(t, "")
-	const sessions, entries = 60, 40
+	const sessions, entries = 600, 40
 	var ops []clientv3.Op
 	for i := range sessions {
 		for j := range entries {
