@@ -2,9 +2,12 @@ package sessiond_test
 
 import (
 	"bytes"
+	"context"
 	"crypto/rand"
+	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"net/url"
 	"path/filepath"
 	"strings"
@@ -12,9 +15,11 @@ import (
 	"testing"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.uber.org/zap"
+	"google.golang.org/grpc/codes"
 
 	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
 	"github.com/sessiond/sessiond/sessiond"
@@ -114,28 +119,103 @@ func TestCompaction(t *testing.T) {
 	}
 }
 
-// M4, M2: messages of 4 MiB, published on two nodes at once over an etcd whose limit of requests is its default of 1.5 MiB, arrive
-// whole, in one order and once, pushed and stored.
-func TestLargestMessages(t *testing.T) {
+// startEtcd starts an etcd as an operator would, with its defaults where set changes nothing, and returns its address.
+func startEtcd(t *testing.T, set func(*embed.Config)) string {
+	t.Helper()
 	ec := embed.NewConfig()
 	ec.Dir = filepath.Join(t.TempDir(), "etcd")
 	ec.ListenPeerUrls = nil
 	socket := filepath.Join(t.TempDir(), "s")
 	ec.ListenClientUrls = []url.URL{{Scheme: "unix", Path: socket}}
 	ec.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
+	if set != nil {
+		set(ec)
+	}
 	member, err := embed.StartEtcd(ec)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer member.Close()
+	t.Cleanup(member.Close)
 	<-member.Server.ReadyNotify()
 	if ec.MaxRequestBytes != 3<<19 {
-		t.Fatalf("etcd's limit is %d", ec.MaxRequestBytes)
+		t.Fatalf("etcd's limit of requests is %d", ec.MaxRequestBytes)
+	}
+	return "unix://" + socket
+}
+
+// O5: when etcd's space is used up, nodes go on with what needs none: reads, and the destroys that free some. What is wrong and what
+// to do is said in the log, the health and the metrics, also by a node that is started then, which cannot become ready.
+func TestNoSpace(t *testing.T) {
+	endpoint := startEtcd(t, func(ec *embed.Config) { ec.QuotaBackendBytes = 16 << 20 })
+	client, err := clientv3.New(clientv3.Config{Endpoints: []string{endpoint}, Logger: zap.NewNop()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	running := start(t, sessiond.Config{Endpoints: []string{endpoint}})
+	id := running.create(t, "kept")
+	for err == nil {
+		_, err = client.Put(t.Context(), "other", string(make([]byte, 1<<20)))
+	}
+	if !errors.Is(err, rpctypes.ErrNoSpace) {
+		t.Fatal(err)
 	}
 
+	log := &lockedBuffer{}
+	srv, err := sessiond.New(t.Context(), sessiond.Config{
+		Endpoints: []string{endpoint}, Listen: "127.0.0.1:0", MetricsListen: "127.0.0.1:0", Grace: time.Second, Logger: slog.New(slog.NewTextHandler(log, nil)),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	done := make(chan error, 1)
+	go func() { done <- srv.Run(ctx) }()
+	defer func() {
+		stop()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	}()
+	n := &node{Server: srv}
+	var health string
+	eventually(t, 10*time.Second, "its health says so", func() bool {
+		var code int
+		code, health = get(t, n, "/healthz")
+		return code == http.StatusOK && health != ""
+	})
+	if !strings.Contains(health, "NOSPACE") || !strings.Contains(health, "etcdctl defrag") {
+		t.Errorf("health: %q", health)
+	}
+	if text := log.String(); !strings.Contains(text, "level=ERROR") || !strings.Contains(text, "alarm disarm") {
+		t.Errorf("log: %s", text)
+	}
+	if _, body := get(t, n, "/metrics"); !strings.Contains(body, `sessiond_etcd_alarm{alarm="NOSPACE"} 1`) || !strings.Contains(body, "sessiond_etcd_db_quota_bytes{member=") {
+		t.Errorf("no word of it in the metrics")
+	}
+	if code, _ := get(t, n, "/readyz"); code != http.StatusServiceUnavailable {
+		t.Errorf("ready: %d", code)
+	}
+	if s := running.read(t, id); string(s.GetData()) != "kept" || !serving(t, running) {
+		t.Errorf("read: %v", s)
+	}
+	_, err = running.sessions.Save(t.Context(), &sessiondv1.SaveRequest{SessionId: id})
+	wantReason(t, err, codes.Unavailable, "BACKEND_UNAVAILABLE")
+	if resp, err := running.sessions.Destroy(t.Context(), &sessiondv1.DestroyRequest{SessionId: id}); err != nil || !resp.GetDestroyed() {
+		t.Errorf("destroy: %v, %v", resp, err)
+	}
+	if lines := strings.Count(log.String(), "\n"); lines > 20 {
+		t.Errorf("%d lines in the log: %s", lines, log.String())
+	}
+}
+
+// M4, M2: messages of 4 MiB, published on two nodes at once over an etcd whose limit of requests is its default of 1.5 MiB, arrive
+// whole, in one order and once, pushed and stored.
+func TestLargestMessages(t *testing.T) {
+	endpoint := startEtcd(t, nil)
 	var nodes []*node
 	for range 2 {
-		nodes = append(nodes, start(t, sessiond.Config{Endpoints: []string{"unix://" + socket}}))
+		nodes = append(nodes, start(t, sessiond.Config{Endpoints: []string{endpoint}}))
 	}
 	id := nodes[0].create(t, "")
 	payload := func(publisher, i int) []byte {

@@ -62,33 +62,36 @@ func TestValidate(t *testing.T) {
 	}
 }
 
+// get asks a node over HTTP.
+func get(t *testing.T, n *node, path string) (int, string) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+n.MetricsAddr().String()+path, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	defer http.DefaultClient.CloseIdleConnections()
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return resp.StatusCode, string(body)
+}
+
 // O3: metrics, liveness and readiness over HTTP; reflection over gRPC; no id of a session in any of them.
 func TestOperatorsView(t *testing.T) {
 	n := startWith(t, 1, sessiond.Config{MetricsListen: "127.0.0.1:0"})[0]
 	id := n.create(t, "")
-	get := func(path string) (int, string) {
-		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+n.MetricsAddr().String()+path, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
-		resp, err := http.DefaultClient.Do(req)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer resp.Body.Close()
-		defer http.DefaultClient.CloseIdleConnections()
-		body, err := io.ReadAll(resp.Body)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return resp.StatusCode, string(body)
-	}
 	for _, path := range []string{"/healthz", "/readyz"} {
-		if code, _ := get(path); code != http.StatusOK {
+		if code, _ := get(t, n, path); code != http.StatusOK {
 			t.Errorf("%s: %d", path, code)
 		}
 	}
-	if code, body := get("/metrics"); code != http.StatusOK || strings.Contains(body, id) ||
+	if code, body := get(t, n, "/metrics"); code != http.StatusOK || strings.Contains(body, id) ||
 		!strings.Contains(body, `grpc_server_handled_total{grpc_code="OK",grpc_method="Create",grpc_service="sessiond.v1.SessionService",grpc_type="unary"} 1`) {
 		t.Errorf("metrics: %d, %d bytes", code, len(body))
 	}
