@@ -12,6 +12,11 @@
 // sent, return [ErrOutcomeUnknown]. A backend that fails
 // ([ErrUnavailable] from a node whose etcd cannot be reached) is reported at once and never retried here: the caller
 // knows better than the client whether to wait.
+//
+// # When the process dies
+//
+// With [Options].Attach the client attaches to the service as a front-end, and its locks go with it: they are released
+// within seconds of the process's end, and at [Client.Close] at once. Without it they end with their TTLs.
 package client
 
 import (

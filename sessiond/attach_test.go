@@ -5,10 +5,13 @@ import (
 	"crypto/rand"
 	"errors"
 	"io"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/sessiond/sessiond/client"
 	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
@@ -317,11 +320,16 @@ func TestAttachedToADrainingNode(t *testing.T) {
 // attachedClient is a client of nodes that is attached.
 func attachedClient(t *testing.T, nodes ...*node) *client.Client {
 	t.Helper()
+	return attachedClientWith(t, nil, nodes...)
+}
+
+func attachedClientWith(t *testing.T, opts []grpc.DialOption, nodes ...*node) *client.Client {
+	t.Helper()
 	var addresses []string
 	for _, n := range nodes {
 		addresses = append(addresses, n.Addr().String())
 	}
-	c, err := client.New(addresses, client.Options{Attach: true})
+	c, err := client.New(addresses, client.Options{Attach: true, DialOptions: opts})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -401,4 +409,54 @@ func TestClientGoneAtTheGrant(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+}
+
+// L8: a grant whose answer is lost, and a release that does not arrive, are made good by the attached client: no lock stays held. A
+// request that the caller named is kept for the caller to try again.
+func TestClientLosesAnswers(t *testing.T) {
+	var loseAnswer, loseRelease atomic.Bool
+	lost := status.Error(codes.Unavailable, "lost")
+	opts := []grpc.DialOption{grpc.WithChainUnaryInterceptor(func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoker grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+		if loseRelease.Load() && method == sessiondv1.LockService_Release_FullMethodName {
+			return lost
+		}
+		err := invoker(ctx, method, req, reply, cc, opts...)
+		if err == nil && loseAnswer.Load() && method == sessiondv1.LockService_Acquire_FullMethodName {
+			return lost
+		}
+		return err
+	})}
+	nodes := startWith(t, 2, sessiond.Config{})
+	a := nodes[0]
+	c := attachedClientWith(t, opts, nodes...)
+	free := func(id string) bool {
+		resp, err := a.locks.TryAcquire(t.Context(), &sessiondv1.TryAcquireRequest{SessionId: id})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return resp.GetAcquired()
+	}
+
+	id := a.create(t, "")
+	loseAnswer.Store(true)
+	if _, err := c.Acquire(t.Context(), id, client.AcquireOptions{}); !errors.Is(err, client.ErrUnavailable) {
+		t.Fatal(err)
+	}
+	eventually(t, time.Second, "a grant whose answer was lost is released", func() bool { return free(id) })
+
+	named := client.AcquireOptions{RequestID: "named"}
+	id = a.create(t, "")
+	if _, err := c.Acquire(t.Context(), id, named); !errors.Is(err, client.ErrUnavailable) {
+		t.Fatal(err)
+	}
+	loseAnswer.Store(false)
+	g, err := c.Acquire(t.Context(), id, named)
+	if err != nil || free(id) {
+		t.Fatalf("again: %v", err)
+	}
+	loseRelease.Store(true)
+	if err := c.Release(t.Context(), g); !errors.Is(err, client.ErrUnavailable) {
+		t.Error(err)
+	}
+	eventually(t, time.Second, "a grant whose release was lost is released", func() bool { return free(id) })
 }

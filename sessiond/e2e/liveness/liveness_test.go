@@ -126,6 +126,7 @@ func unless(ok bool, problem string) error {
 
 // cluster is nodes on one etcd, and an unattached client of all of them.
 type cluster struct {
+	etcd      *sessiondtest.Etcd
 	nodes     []*sessiondtest.Server
 	addresses []string
 	client    *client.Client
@@ -142,7 +143,7 @@ func startCluster(t *testing.T, nodes int) *cluster {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &cluster{addresses: addrs}
+	c := &cluster{etcd: etcd, addresses: addrs}
 	for i, addr := range addrs {
 		name := "sessiond-" + strconv.Itoa(i+1)
 		c.nodes = append(c.nodes, &sessiondtest.Server{Addr: addr, Process: sessiondtest.StartProcess(t, sessiondtest.Command{
@@ -487,12 +488,8 @@ func TestFrontEndOutlivesItsNodes(t *testing.T) {
 	h := c.startHolder(t, session, 300*time.Second, true)
 	stillHeld := func(when string) {
 		t.Helper()
-		try, err := c.client.TryAcquire(t.Context(), session, client.AcquireOptions{})
-		if err != nil || try.Acquired {
-			t.Fatalf("%s: %+v, %v", when, try, err)
-		}
+		c.stillHeld(t, session, when)
 	}
-	pause := func(d time.Duration) { <-time.NewTimer(d).C }
 	for _, n := range c.nodes[:2] {
 		if err := n.Kill(); err != nil {
 			t.Fatal(err)
@@ -521,4 +518,39 @@ func TestFrontEndOutlivesItsNodes(t *testing.T) {
 		t.Fatal(err)
 	}
 	within(t, got, began, 0, 4*time.Second)
+}
+
+func pause(d time.Duration) { <-time.NewTimer(d).C }
+
+func (c *cluster) stillHeld(t *testing.T, session, when string) {
+	t.Helper()
+	try, err := c.client.TryAcquire(t.Context(), session, client.AcquireOptions{})
+	if err != nil || try.Acquired {
+		t.Fatalf("%s: %+v, %v", when, try, err)
+	}
+}
+
+// L10: an outage of etcd releases nobody's locks: nobody could attach meanwhile. A front-end that dies during it is found out
+// after it.
+func TestOutage(t *testing.T) {
+	c := startCluster(t, 2)
+	lives, dies := c.create(t), c.create(t)
+	c.startHolder(t, lives, 300*time.Second, true)
+	dead := c.startHolder(t, dies, 300*time.Second, true)
+	member := c.etcd.Members[0]
+	if err := member.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	pause(5 * time.Second) // the nodes have noticed, and have let their front-ends go
+	if err := dead.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	pause(3 * time.Second)
+	if err := member.Restart(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	c.poll(t, func() error { return c.client.Ready(t.Context()) })
+	within(t, c.waitFor(t, dies), time.Now(), 0, 8*time.Second)
+	pause(4 * time.Second)
+	c.stillHeld(t, lives, "etcd is back")
 }

@@ -107,6 +107,18 @@ func TestFields(t *testing.T) {
 	save := func(r *sessiondv1.SaveRequest) error { _, err := checkSave(r); return err }
 	publish := func(r *sessiondv1.PublishRequest) error { _, err := checkPublish(r); return err }
 	try := func(r *sessiondv1.TryAcquireRequest) error { _, err := checkTryAcquire(r); return err }
+	hello := func(r *sessiondv1.AttachHello) error {
+		m := &sessiondv1.AttachRequest{}
+		if r != nil {
+			m.Message = &sessiondv1.AttachRequest_Hello{Hello: r}
+		}
+		_, err := checkHello(m)
+		return err
+	}
+	claims := func(r *sessiondv1.AttachClaims) error {
+		_, err := checkSaid(&sessiondv1.AttachRequest{Message: &sessiondv1.AttachRequest_Claims{Claims: r}})
+		return err
+	}
 	const far = math.MaxUint64
 	tests := []struct {
 		name string
@@ -118,6 +130,12 @@ func TestFields(t *testing.T) {
 		{"save, far token", save(&sessiondv1.SaveRequest{SessionId: "s", FencingToken: far}), "fencing_token"},
 		{"try", try(&sessiondv1.TryAcquireRequest{SessionId: "s", Holder: "h", RequestId: "r"}), ""},
 		{"try, all wrong", try(&sessiondv1.TryAcquireRequest{Holder: " ", RequestId: " "}), "session_id request_id holder"},
+		{"try, front-end", try(&sessiondv1.TryAcquireRequest{SessionId: "s", FrontEnd: " "}), "front_end"},
+		{"hello", hello(&sessiondv1.AttachHello{FrontEnd: "f", Number: 1}), ""},
+		{"hello, all wrong", hello(&sessiondv1.AttachHello{}), "hello.front_end hello.number"},
+		{"no hello", hello(nil), "hello"},
+		{"claims", claims(&sessiondv1.AttachClaims{Requests: []*sessiondv1.LockRequest{{SessionId: "s", RequestId: "r"}}}), ""},
+		{"claims, all wrong", claims(&sessiondv1.AttachClaims{Position: far, Requests: []*sessiondv1.LockRequest{{SessionId: " "}}}), "claims.position claims.requests[0].session_id claims.requests[0].request_id"},
 		{"release", checkRelease(&sessiondv1.ReleaseRequest{SessionId: "s", FencingToken: 1}), ""},
 		{"release of nothing", checkRelease(&sessiondv1.ReleaseRequest{SessionId: "s"}), "fencing_token"},
 		{"publish", publish(&sessiondv1.PublishRequest{}), "session_id stream"},
