@@ -93,8 +93,11 @@ type Options struct {
 	// request with any other is refused (403): browsers send it, and a foreign page must not use its visitor's server. Pages
 	// of these origins may read the answers (CORS).
 	AllowedOrigins []string
-	// DisableLocalhostProtection serves requests that reach a loopback address under another host's name. They are
-	// refused (403) by default, against DNS rebinding.
+	// AllowedHosts are names, without a port, under which requests that reach a loopback address are served, beside localhost
+	// and loopback addresses themselves: those that a proxy on the same machine passes on. Under any other they are
+	// refused (403), against DNS rebinding.
+	AllowedHosts []string
+	// DisableLocalhostProtection serves them under any name.
 	DisableLocalhostProtection bool
 
 	// Logger gets what goes wrong. It is given no session ids and no contents. Default: none.
@@ -320,8 +323,8 @@ func (h *Handler) begin() bool {
 func (h *Handler) admit(r *http.Request) error {
 	if !h.opts.DisableLocalhostProtection {
 		local, _ := r.Context().Value(http.LocalAddrContextKey).(net.Addr)
-		if local != nil && isLoopback(local.String()) && !isLoopback(r.Host) {
-			return errForbidden("Host %q is not this server: it listens on a loopback address", r.Host)
+		if local != nil && isLoopback(local.String()) && !isLoopback(r.Host) && !slices.Contains(h.opts.AllowedHosts, hostname(r.Host)) {
+			return errForbidden("Host %q is not this server: it listens on a loopback address, and that name is not allowed", r.Host)
 		}
 	}
 	if origin := r.Header.Get("Origin"); origin != "" && !slices.Contains(h.opts.AllowedOrigins, origin) {
@@ -333,12 +336,17 @@ func (h *Handler) admit(r *http.Request) error {
 }
 
 func isLoopback(address string) bool {
-	host, _, err := net.SplitHostPort(address)
-	if err != nil {
-		host = strings.Trim(address, "[]")
-	}
+	host := hostname(address)
 	ip := net.ParseIP(host)
 	return host == "localhost" || ip != nil && ip.IsLoopback()
+}
+
+// hostname is an address without its port, if it has one.
+func hostname(address string) string {
+	if host, _, err := net.SplitHostPort(address); err == nil {
+		return host
+	}
+	return strings.Trim(address, "[]")
 }
 
 // refuse answers with an error, under the ids of the request's calls.

@@ -290,7 +290,9 @@ func (r *replicas) requestTo(replica int, method, session, body string, header .
 		req.Header.Set("Mcp-Session-Id", session)
 	}
 	for i := 0; i < len(header); i += 2 {
-		if header[i+1] == "" {
+		if header[i] == "Host" {
+			req.Host = header[i+1]
+		} else if header[i+1] == "" {
 			req.Header.Del(header[i])
 		} else {
 			req.Header.Add(header[i], header[i+1])

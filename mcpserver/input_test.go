@@ -51,6 +51,7 @@ func TestF18BadInput(t *testing.T) {
 		"GET accept":                {"GET", id, "", []string{"Accept", "", "Accept", "application/json"}, 406, "text/event-stream"},
 		"revision unknown":          {"POST", id, good, []string{"Mcp-Protocol-Version", "2024-01-01"}, 400, "2025-11-25"},
 		"revision garbage":          {"GET", id, "", []string{"Mcp-Protocol-Version", "banana"}, 400, "not supported"},
+		"foreign host":              {"POST", id, good, []string{"Host", "evil.example"}, 403, "not allowed"},
 		"foreign origin":            {"POST", id, good, []string{"Origin", "https://evil.example"}, 403, "not allowed"},
 		"null origin":               {"POST", id, good, []string{"Origin", "null"}, 403, "not allowed"},
 		"foreign origin GET":        {"GET", id, "", []string{"Origin", "https://evil.example"}, 403, "not allowed"},
@@ -225,6 +226,16 @@ func TestF15Accepted(t *testing.T) {
 	} {
 		if a := r.post(id, body); a.status != 202 || a.body != "" || a.header.Get("Content-Type") != "" {
 			t.Errorf("%s: %d %q %q", body, a.status, a.body, a.header.Get("Content-Type"))
+		}
+	}
+}
+
+// F18: a proxy on the same machine passes on a name that is configured.
+func TestF18AllowedHosts(t *testing.T) {
+	r := newReplicas(t, 1, func(o *mcpserver.Options) { o.AllowedHosts = []string{"mcp.example.com"} })
+	for host, status := range map[string]int{"mcp.example.com": 200, "mcp.example.com:443": 200, "localhost:1": 200, "example.com": 403} {
+		if a := r.post("", initializeWith("2025-11-25", `{}`), "Host", host); a.status != status {
+			t.Errorf("%s: %d %s", host, a.status, a.body)
 		}
 	}
 }

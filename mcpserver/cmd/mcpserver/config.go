@@ -35,6 +35,7 @@ type config struct {
 	history     time.Duration
 	json        bool
 	everything  bool
+	hosts       string
 	origins     string
 	stateKeys   string
 	drainDelay  time.Duration
@@ -67,6 +68,7 @@ func parseConfig(args []string, getenv func(string) string, stdout io.Writer) (c
 	flags.DurationVar(&c.history, "history", 0, "how long each event of a stream is kept for resumption; 0 switches it off, a commit per event otherwise")
 	flags.BoolVar(&c.json, "json", false, "prefer JSON answers to streams")
 	flags.BoolVar(&c.everything, "everything", false, "add what the official conformance suite expects")
+	flags.StringVar(&c.hosts, "allowed-hosts", "", "names that a proxy on this machine may pass on in Host: `host[,...]`")
 	flags.StringVar(&c.origins, "allowed-origins", "", "Origin headers to serve beside the server's own: `scheme://host[,...]`")
 	flags.StringVar(&c.stateKeys, "state-keys", "", "seal what modern clients carry back: `base64[,...]` of 32 bytes each, the same on all replicas; better given in the environment")
 	flags.DurationVar(&c.drainDelay, "drain-delay", time.Second, "how long to serve on after /readyz says no, for the balancer to notice")
@@ -194,9 +196,11 @@ func (c config) keys() ([][]byte, error) {
 	return keys, nil
 }
 
-func (c config) allowedOrigins() []string {
-	if c.origins == "" {
+func (c config) allowedOrigins() []string { return list(c.origins) }
+
+func list(text string) []string {
+	if text == "" {
 		return nil
 	}
-	return strings.Split(c.origins, ",")
+	return strings.Split(text, ",")
 }

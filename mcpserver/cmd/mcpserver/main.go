@@ -104,7 +104,7 @@ func serve(ctx context.Context, c config, logger *slog.Logger) (err error) {
 	opts := &mcpserver.Options{
 		StateKeys:  keys,
 		SessionTTL: c.sessionTTL, LockTimeout: c.lockTimeout, LockTTL: c.lockTTL, AskTimeout: c.askTimeout,
-		History: c.history, JSON: c.json, AllowedOrigins: c.allowedOrigins(), Logger: logger,
+		History: c.history, JSON: c.json, AllowedHosts: list(c.hosts), AllowedOrigins: c.allowedOrigins(), Logger: logger,
 	}
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
