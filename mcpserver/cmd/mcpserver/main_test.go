@@ -19,7 +19,7 @@ func noEnv(string) string { return "" }
 // A value that cannot be is refused in one line that says what is allowed, before anything is started.
 func TestUsage(t *testing.T) {
 	for args, says := range map[string]string{
-		"--nonsense":                          "allowed: --allowed-origins",
+		"--nonsense":                          "allowed: --allowed-hosts",
 		"stray":                               "unexpected argument",
 		"--lock-ttl -1s":                      "--lock-ttl -1s: want 1s to 1h0m0s",
 		"--lock-ttl 0s":                       "--lock-ttl 0s: want",
