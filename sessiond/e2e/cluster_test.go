@@ -19,7 +19,7 @@ import (
 
 func TestClusterWithoutLock(t *testing.T) {
 	c := sessiondtest.StartCluster(t, sessiondtest.ClusterConfig{})
-	testTypeScript(t, c)
+	testTypeScript(t, c, 100)
 	t.Run("go", func(t *testing.T) { testGoClient(t, c) })
 	t.Run("turns", func(t *testing.T) { testTurns(t, c) })
 	t.Run("answers", func(t *testing.T) { testAnswers(t, c) })
@@ -31,7 +31,7 @@ func TestClusterWithoutLock(t *testing.T) {
 
 func TestClusterWithLock(t *testing.T) {
 	c := sessiondtest.StartCluster(t, sessiondtest.ClusterConfig{FrontEndArgs: []string{"--lock"}})
-	testTypeScript(t, c, "parallel-counter")
+	testTypeScript(t, c, 20, "parallel-counter") // all of it one after the other
 	t.Run("go", func(t *testing.T) { testGoClient(t, c) })
 	t.Run("answers", func(t *testing.T) { testAnswers(t, c) })
 	t.Run("order", func(t *testing.T) { testOrder(t, c) })
@@ -44,38 +44,41 @@ func TestClusterWithLock(t *testing.T) {
 
 func TestClusterWithJSON(t *testing.T) {
 	c := sessiondtest.StartCluster(t, sessiondtest.ClusterConfig{FrontEndArgs: []string{"--json"}})
-	testTypeScript(t, c)
+	testTypeScript(t, c, 50)
 	t.Run("go", func(t *testing.T) { testGoClient(t, c) })
 	t.Run("answers", func(t *testing.T) { testAnswers(t, c) })
 }
 
-// testTypeScript runs the scenarios of the TypeScript driver, and more that only this configuration promises.
-func testTypeScript(t *testing.T, c *sessiondtest.Cluster, more ...string) {
-	names := append([]string{
-		"basics", "counter", "ask", "ask-while-busy", "ask-in-parallel", "cannot-be-asked", "sampling", "roots", "progress",
-		"logging", "errors", "delete", "notes", "load",
-	}, more...)
-	for _, name := range names {
-		t.Run("typescript "+name, func(t *testing.T) {
-			r := scenario(t, c.URL, name)
-			// Too few requests to reach all front-ends would prove nothing.
-			if name != "progress" && len(r.Served) != len(c.FrontEnds) {
-				t.Errorf("served by %v, want %d back-ends", r.Served, len(c.FrontEnds))
-			}
-			switch name {
-			case "ask":
-				for _, hops := range r.Hops {
-					if !slices.ContainsFunc(hops[1:], func(by string) bool { return by != hops[0] }) {
-						t.Errorf("asked and answered on the same front-end only: %v", hops)
+// testTypeScript runs the scenarios of the TypeScript driver, and more that only this configuration promises. The scenario
+// load has so many rounds.
+func testTypeScript(t *testing.T, c *sessiondtest.Cluster, rounds int, more ...string) {
+	t.Run("typescript", func(t *testing.T) {
+		names := append([]string{
+			"basics", "counter", "ask", "ask-while-busy", "ask-in-parallel", "cannot-be-asked", "sampling", "roots", "progress",
+			"logging", "errors", "delete", "notes", "load",
+		}, more...)
+		for _, r := range scenarios(t, c.URL, append([]string{fmt.Sprint("--rounds=", rounds)}, names...)...) {
+			t.Run(r.Scenario, func(t *testing.T) {
+				r.check(t)
+				// Too few requests to reach all front-ends would prove nothing.
+				if r.Scenario != "progress" && len(r.Served) != len(c.FrontEnds) {
+					t.Errorf("served by %v, want %d back-ends", r.Served, len(c.FrontEnds))
+				}
+				switch r.Scenario {
+				case "ask":
+					for _, hops := range r.Hops {
+						if !slices.ContainsFunc(hops[1:], func(by string) bool { return by != hops[0] }) {
+							t.Errorf("asked and answered on the same front-end only: %v", hops)
+						}
+					}
+				case "load":
+					if want := 14 * rounds; r.Right != want {
+						t.Errorf("%d of %d answers right", r.Right, want)
 					}
 				}
-			case "load":
-				if r.Right != 1400 {
-					t.Errorf("%d of 1400 answers right", r.Right)
-				}
-			}
-		})
-	}
+			})
+		}
+	})
 }
 
 // testCasualties kills one front-end, one sessiond and one etcd member in turn, between two calls, under two clients with

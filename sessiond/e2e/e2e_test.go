@@ -18,6 +18,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -93,17 +94,29 @@ func runProgram(t *testing.T, path string, args ...string) (code int, stdout, st
 
 func runCommand(t *testing.T, cmd *exec.Cmd) (code int, stdout, stderr string) {
 	t.Helper()
+	return startCommand(t, cmd)()
+}
+
+// startCommand starts a command and gives a function that waits for its end.
+func startCommand(t *testing.T, cmd *exec.Cmd) (wait func() (code int, stdout, stderr string)) {
+	t.Helper()
 	var out, errOut bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &errOut
 	cmd.WaitDelay = time.Second
-	err := cmd.Run()
-	if exit, ok := errors.AsType[*exec.ExitError](err); ok && exit.ExitCode() >= 0 {
-		return exit.ExitCode(), out.String(), errOut.String()
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
 	}
-	if err != nil {
-		t.Fatalf("%s: %v\n%s%s", strings.Join(cmd.Args, " "), err, out.String(), errOut.String())
+	return func() (int, string, string) {
+		t.Helper()
+		err := cmd.Wait()
+		if exit, ok := errors.AsType[*exec.ExitError](err); ok && exit.ExitCode() >= 0 {
+			return exit.ExitCode(), out.String(), errOut.String()
+		}
+		if err != nil {
+			t.Fatalf("%s: %v\n%s%s", strings.Join(cmd.Args, " "), err, out.String(), errOut.String())
+		}
+		return 0, out.String(), errOut.String()
 	}
-	return 0, out.String(), errOut.String()
 }
 
 // npm installs the packages of the TypeScript folder, once, if they are not there yet.
@@ -151,20 +164,45 @@ type report struct {
 	Right    int            `json:"right"`
 }
 
-// scenario runs one scenario of the TypeScript driver and fails the test if it fails.
-func scenario(t *testing.T, url, name string) report {
+// check fails the test if the scenario failed.
+func (r report) check(t *testing.T) {
 	t.Helper()
-	ctx := within(t, 3*time.Minute)
-	code, stdout, stderr := runCommand(t, node(ctx, t, "driver.mjs", "--url", url, name))
-	var r report
-	if err := json.Unmarshal([]byte(stdout), &r); err != nil {
-		t.Fatalf("exit code %d, %v\n%s%s", code, err, stdout, stderr)
-	}
-	if code != 0 || !r.OK {
-		t.Fatalf("exit code %d: %s\n%s", code, r.Error, stderr)
+	if !r.OK {
+		t.Fatal(r.Error)
 	}
 	t.Logf("%d ms, served by %v", r.TookMS, r.Served)
-	return r
+}
+
+// scenarios runs scenarios of the TypeScript driver, one after the other in one process, and gives a report of each.
+// They may follow an argument: "--rounds=20".
+func scenarios(t *testing.T, url string, args ...string) []report {
+	t.Helper()
+	return startScenarios(t, url, args...)()
+}
+
+// startScenarios starts them and gives a function that waits for the reports.
+func startScenarios(t *testing.T, url string, args ...string) (wait func() []report) {
+	t.Helper()
+	names := slices.DeleteFunc(slices.Clone(args), func(arg string) bool { return strings.HasPrefix(arg, "--") })
+	end := startCommand(t, node(within(t, 5*time.Minute), t, append([]string{"driver.mjs", "--url", url}, args...)...))
+	return func() []report {
+		t.Helper()
+		code, stdout, stderr := end()
+		var reports []report
+		failed := false
+		for line := range strings.Lines(stdout) {
+			var r report
+			if err := json.Unmarshal([]byte(line), &r); err != nil {
+				t.Fatalf("exit code %d, %v\n%s%s", code, err, stdout, stderr)
+			}
+			failed = failed || !r.OK
+			reports = append(reports, r)
+		}
+		if len(reports) != len(names) || failed != (code != 0) {
+			t.Fatalf("exit code %d and %d reports, want %d\n%s%s", code, len(reports), len(names), stdout, stderr)
+		}
+		return reports
+	}
 }
 
 // A steps client is the TypeScript client in a process of its own, told what to call line by line.

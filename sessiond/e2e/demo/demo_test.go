@@ -179,9 +179,9 @@ func (r *running) wait(t *testing.T) error {
 
 // Started, used, one of each killed, stopped with Ctrl-C: its clients notice nothing and nothing is left behind.
 func TestDemo(t *testing.T) {
-	for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
+	for sig, arg := range map[syscall.Signal]string{syscall.SIGINT: "--lock", syscall.SIGTERM: "--lock=false"} {
 		t.Run(sig.String(), func(t *testing.T) {
-			r := start(t, "--lock")
+			r := start(t, arg)
 			pids := r.pids(t)
 			if !strings.Contains(r.said(), r.url) {
 				t.Errorf("does not name the URL %s", r.url)

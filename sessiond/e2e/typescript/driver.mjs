@@ -1,6 +1,6 @@
 // Drives an MCP server through scenarios with the TypeScript SDK's client, and reports each as one line of JSON.
 //
-//   node driver.mjs --url http://127.0.0.1:8080/mcp basics counter ...
+//   node driver.mjs --url http://127.0.0.1:8080/mcp [--rounds N] basics counter ...
 //
 // A line has the scenario's name, ok, what it found out, and how many requests each back-end served. The scenarios
 // check what a client can see by themselves; what only the test knows (how many back-ends there are, whether the lock
@@ -171,7 +171,7 @@ class Session {
   }
 }
 
-/** @type {Record<string, (url: URL) => Promise<object>>} */
+/** @type {Record<string, (url: URL, rounds: number) => Promise<object>>} */
 const scenarios = {
   // The handshake, lists and a call, all of it on different back-ends.
   async basics(url) {
@@ -415,13 +415,14 @@ const scenarios = {
     return { status: gone.status, again: again.status, served: s.wire.served() };
   },
 
-  // Answers get neither lost nor swapped: 1,000 calls, ten at a time, and 200 pairs of lists, all on one session.
-  async load(url) {
+  // Answers get neither lost nor swapped: ten calls at a time and pairs of lists, all on one session. With the default
+  // --rounds that is 1,000 calls and 400 lists.
+  async load(url, rounds) {
     const s = await Session.open(url);
     let right = 0;
     const begin = Date.now();
     const calls = async () => {
-      for (let round = 0; round < 100; round++) {
+      for (let round = 0; round < rounds; round++) {
         await Promise.all(
           Array.from({ length: 10 }, async (_, i) => {
             const text = `round ${round}, call ${i}`;
@@ -432,7 +433,7 @@ const scenarios = {
       }
     };
     const lists = async () => {
-      for (let round = 0; round < 200; round++) {
+      for (let round = 0; round < 2 * rounds; round++) {
         const [tools, resources] = await Promise.all([s.client.listTools(), s.client.listResources()]);
         assert.ok(tools.tools.some((t) => t.name === 'echo') && !('resources' in tools), 'tools/list');
         assert.ok(resources.resources.length > 0 && !('tools' in resources), 'resources/list');
@@ -440,7 +441,7 @@ const scenarios = {
       }
     };
     await Promise.all([calls(), lists()]);
-    assert.equal(right, 1_400);
+    assert.equal(right, 14 * rounds);
     const ms = Date.now() - begin;
     await s.close();
     return { right, ms, served: s.wire.served() };
@@ -504,8 +505,8 @@ function print(line) {
 
 let args;
 try {
-  args = parseArgs({ options: { url: { type: 'string' } }, allowPositionals: true });
-  assert.ok(args.values.url && args.positionals.length > 0, 'usage: node driver.mjs --url URL SCENARIO...');
+  args = parseArgs({ options: { url: { type: 'string' }, rounds: { type: 'string', default: '100' } }, allowPositionals: true });
+  assert.ok(args.values.url && args.positionals.length > 0 && Number(args.values.rounds) > 0, 'usage: node driver.mjs --url URL [--rounds N] SCENARIO...');
   for (const name of args.positionals) {
     assert.ok(scenarios[name], `no scenario ${name}; there are: ${Object.keys(scenarios).join(', ')}`);
   }
@@ -517,7 +518,7 @@ try {
 for (const scenario of args.positionals) {
   const begin = Date.now();
   try {
-    const facts = await scenarios[scenario](new URL(args.values.url));
+    const facts = await scenarios[scenario](new URL(args.values.url), Number(args.values.rounds));
     print({ scenario, ok: true, took_ms: Date.now() - begin, ...facts });
   } catch (e) {
     print({ scenario, ok: false, took_ms: Date.now() - begin, error: e.stack ?? String(e) });
