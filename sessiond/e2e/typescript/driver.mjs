@@ -19,6 +19,7 @@ import {
   ElicitRequestSchema,
   ListRootsRequestSchema,
   LoggingMessageNotificationSchema,
+  ToolListChangedNotificationSchema,
 } from '@modelcontextprotocol/sdk/types.js';
 
 const TOOLS = ['echo', 'counter_add', 'note_set', 'notes_list', 'ask', 'sample', 'roots', 'slow', 'say', 'fail', 'panic'];
@@ -466,6 +467,37 @@ const scenarios = {
     assert.equal(await s.call('counter_add', { by: 0 }), '50');
     await s.close();
     return { total: 50, served: s.wire.served() };
+  },
+
+  // 200 calls at once, some of them with much to carry each way.
+  async 'parallel-200'(url) {
+    const s = await Session.open(url);
+    const texts = Array.from({ length: 200 }, (_, i) => `call ${i} `.repeat(i % 10 === 0 ? 5_000 : 1));
+    assert.deepEqual(await Promise.all(texts.map((text) => s.call('echo', { text }))), texts);
+    await s.close();
+    return { right: texts.length, served: s.wire.served() };
+  },
+
+  // A proxy cuts what is idle. A call and the standalone stream that are silent for longer than its 15 s both go on: the
+  // call's answer arrives, and what changes afterwards is told on the stream that was opened at the beginning (F19). Needs
+  // a server that runs with --everything.
+  async idle(url) {
+    const s = await Session.open(url);
+    let changes = 0;
+    s.client.setNotificationHandler(ToolListChangedNotificationSchema, () => {
+      changes++;
+    });
+    const streams = () => s.wire.exchanges.filter((x) => x.method === 'GET');
+    await until(() => streams().some((x) => x.status === 200), 'a standalone stream');
+    assert.equal(await s.call('slow', { seconds: 17 }), 'took 17 s');
+    changes = 0; // another client may have changed the list, which is everybody's
+    await s.call('test_trigger_tool_change');
+    await until(() => changes > 0, 'told of the change');
+    assert.equal(streams().length, 1, 'the stream was cut and opened again');
+    assert.equal(streams()[0].ended, false, 'the stream has ended');
+    assert.ok(streams()[0].body.includes('notifications/tools/list_changed'), 'told on the stream');
+    await s.close();
+    return { served: s.wire.served() };
   },
 
   // One call for each line on standard input ({"tool": ..., "args": ...}), one line of output for each; the test breaks
