@@ -39,7 +39,14 @@ type goClient struct {
 // connect opens a session with the go-sdk's own client.
 func connect(t *testing.T, url, revision string) *goClient {
 	t.Helper()
-	c := &goClient{logs: make(chan string, 100)}
+	c := &goClient{}
+	c.open(t, &mcp.StreamableClientTransport{Endpoint: url, HTTPClient: &http.Client{Transport: &c.wire}}, revision)
+	return c
+}
+
+func (c *goClient) open(t *testing.T, transport mcp.Transport, revision string) {
+	t.Helper()
+	c.logs = make(chan string, 100)
 	var asked atomic.Int64
 	client := mcp.NewClient(&mcp.Implementation{Name: "sessiond-e2e", Version: "1.0.0"}, &mcp.ClientOptions{
 		Capabilities: &mcp.ClientCapabilities{RootsV2: &mcp.RootCapabilities{ListChanged: true}},
@@ -62,16 +69,12 @@ func connect(t *testing.T, url, revision string) *goClient {
 		},
 	})
 	client.AddRoots(&mcp.Root{URI: "file:///e2e/root", Name: "e2e"})
-	s, err := client.Connect(within(t, patience), &mcp.StreamableClientTransport{
-		Endpoint:   url,
-		HTTPClient: &http.Client{Transport: &c.wire},
-	}, &mcp.ClientSessionOptions{ProtocolVersion: revision})
+	s, err := client.Connect(within(t, patience), transport, &mcp.ClientSessionOptions{ProtocolVersion: revision})
 	if err != nil {
 		t.Fatal(err)
 	}
 	c.ClientSession = s
 	t.Cleanup(func() { _ = s.Close() }) // closed by some tests already
-	return c
 }
 
 func (c *goClient) call(ctx context.Context, tool string, args map[string]any) (string, error) {
@@ -216,6 +219,40 @@ func testGoClient(t *testing.T, c *sessiondtest.Cluster) {
 				}
 			}
 		})
+	}
+}
+
+// testMCPRemote runs the main scenarios with mcp-remote in between, which is how clients that only know servers on their own
+// machine reach others: it speaks to them on its standard input and output, and HTTP to the cluster.
+func testMCPRemote(t *testing.T, c *sessiondtest.Cluster) {
+	s := &goClient{}
+	s.open(t, &mcp.CommandTransport{
+		Command: node(t.Context(), t, "node_modules/mcp-remote/dist/proxy.js", c.URL, "--transport", "http-only"),
+	}, handshakeEra)
+	for i := 1; i <= 10; i++ {
+		if got := s.mustCall(t, "counter_add", map[string]any{"by": 2}); got != strconv.Itoa(2*i) {
+			t.Fatalf("call %d: total %s, want %d", i, got, 2*i)
+		}
+	}
+	if got, want := s.mustCall(t, "ask", map[string]any{"questions": 3}), `["answer 1","answer 2","answer 3"]`; compact(t, got) != want {
+		t.Errorf("ask: %s, want %s", got, want)
+	}
+	if got := s.mustCall(t, "sample", map[string]any{"prompt": "x"}); got != "sampled: x" {
+		t.Errorf("sample: %s", got)
+	}
+	if got := s.mustCall(t, "roots", nil); !strings.Contains(got, "file:///e2e/root") {
+		t.Errorf("roots: %s", got)
+	}
+	s.mustCall(t, "slow", map[string]any{"seconds": 1})
+	if err := sessiondtest.Poll(within(t, patience), func(context.Context) error {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if !slices.Equal(s.progress, []float64{1}) {
+			return fmt.Errorf("progress %v, want 1", s.progress)
+		}
+		return nil
+	}); err != nil {
+		t.Error(err)
 	}
 }
 
