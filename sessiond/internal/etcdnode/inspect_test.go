@@ -61,11 +61,12 @@ func gauges(t *testing.T, registry *prometheus.Registry) map[string]float64 {
 	values := map[string]float64{}
 	for _, f := range families {
 		for _, m := range f.GetMetric() {
-			name := f.GetName()
+			var name strings.Builder
+			name.WriteString(f.GetName())
 			for _, l := range m.GetLabel() {
-				name += " " + l.GetValue()
+				name.WriteString(" " + l.GetValue())
 			}
-			values[name] = m.GetGauge().GetValue()
+			values[name.String()] = m.GetGauge().GetValue()
 		}
 	}
 	return values
