@@ -32,7 +32,7 @@ func TestClusterWithoutLock(t *testing.T) {
 
 func TestClusterWithLock(t *testing.T) {
 	c := sessiondtest.StartCluster(t, sessiondtest.ClusterConfig{FrontEndArgs: []string{"--lock"}})
-	testTypeScript(t, c, 20, "parallel-counter") // all of it one after the other
+	testTypeScript(t, c, 100, "parallel-counter")
 	t.Run("go", func(t *testing.T) { testGoClient(t, c) })
 	t.Run("answers", func(t *testing.T) { testAnswers(t, c) })
 	t.Run("order", func(t *testing.T) { testOrder(t, c) })
