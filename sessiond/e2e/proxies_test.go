@@ -68,7 +68,8 @@ func checkProxied(t *testing.T, reports []report) {
 	for _, r := range reports {
 		t.Run(r.Scenario, func(t *testing.T) {
 			r.check(t)
-			if len(r.Served) != 2 {
+			// The idle scenario has few requests, among those of others, which take turns too.
+			if r.Scenario != "idle" && len(r.Served) != 2 {
 				t.Errorf("served by %v, want two front-ends", r.Served)
 			}
 			if r.Scenario == "ask" && !slices.ContainsFunc(r.Hops, func(hops []string) bool {
