@@ -132,9 +132,9 @@ type cluster struct {
 	client    *client.Client
 }
 
-func startCluster(t *testing.T, nodes int) *cluster {
+func startCluster(t *testing.T, members, nodes int) *cluster {
 	t.Helper()
-	etcd := sessiondtest.StartEtcd(t, 1)
+	etcd := sessiondtest.StartEtcd(t, members)
 	addrs, err := sessiondtest.FreeAddrs(nodes)
 	if err != nil {
 		t.Fatal(err)
@@ -247,7 +247,7 @@ func within(t *testing.T, got <-chan time.Time, began time.Time, least, most tim
 // L10, L4: a holder is killed: the next waiter holds the lock within 3 s if the holder was attached, although the TTL is 300 s, and
 // at the end of the TTL if not.
 func TestHolderKilled(t *testing.T) {
-	c := startCluster(t, 3)
+	c := startCluster(t, 1, 3)
 	t.Run("attached", func(t *testing.T) {
 		session := c.create(t)
 		h := c.startHolder(t, session, 300*time.Second, true)
@@ -296,7 +296,7 @@ func TestHolderKilled(t *testing.T) {
 
 // L5, S6: a holder that is paused past its TTL and goes on cannot save: the value is the second holder's.
 func TestPausedHolder(t *testing.T) {
-	c := startCluster(t, 2)
+	c := startCluster(t, 1, 2)
 	for _, attach := range []bool{false, true} {
 		t.Run(fmt.Sprint("attached ", attach), func(t *testing.T) {
 			session := c.create(t)
@@ -337,7 +337,7 @@ func TestPausedHolder(t *testing.T) {
 // L6, L10: 30 waiters are spread over three nodes and one node is killed, and the lock handed over just then. Those that
 // waited on it and retry keep their places: nobody is skipped, and the order is kept.
 func TestNodeKilled(t *testing.T) {
-	c := startCluster(t, 3)
+	c := startCluster(t, 3, 3)
 	session := c.create(t)
 	fe := c.connect(t, client.Options{Attach: true})
 	held, err := fe.Acquire(t.Context(), session, client.AcquireOptions{})
@@ -388,7 +388,7 @@ func settle() { <-time.NewTimer(2 * time.Second).C }
 // L6, L8: ten of 30 waiters waited on a node that is killed, and their callers do not try again: the others wait for no longer than
 // it takes to declare the node dead, in order, because the front-end, asked, does not stand by the dead ones.
 func TestDeadWaiters(t *testing.T) {
-	c := startCluster(t, 3)
+	c := startCluster(t, 1, 3)
 	session := c.create(t)
 	var stubs []sessiondv1.LockServiceClient
 	for _, addr := range c.addresses {
@@ -483,7 +483,7 @@ func TestDeadWaiters(t *testing.T) {
 // L10: a front-end whose node is killed attaches to another and keeps its locks; killed itself afterwards, it loses them, also
 // those that it acquired through the dead node, and a node that was paused past its lease does no harm.
 func TestFrontEndOutlivesItsNodes(t *testing.T) {
-	c := startCluster(t, 3)
+	c := startCluster(t, 1, 3)
 	session := c.create(t)
 	h := c.startHolder(t, session, 300*time.Second, true)
 	stillHeld := func(when string) {
@@ -533,7 +533,7 @@ func (c *cluster) stillHeld(t *testing.T, session, when string) {
 // L10: an outage of etcd releases nobody's locks: nobody could attach meanwhile. A front-end that dies during it is found out
 // after it.
 func TestOutage(t *testing.T) {
-	c := startCluster(t, 2)
+	c := startCluster(t, 1, 2)
 	lives, dies := c.create(t), c.create(t)
 	c.startHolder(t, lives, 300*time.Second, true)
 	dead := c.startHolder(t, dies, 300*time.Second, true)
