@@ -274,7 +274,7 @@ func (x *exchange) answered(m *jsonrpc.Response) {
 				result = x.result(result)
 			}
 			call.body = encodeResponse(call.id, result, nil)
-			x.effect(call, m.Result)
+			x.effect(call)
 		}
 	}
 	x.waiting--
@@ -293,7 +293,7 @@ func (x *exchange) answered(m *jsonrpc.Response) {
 }
 
 // effect puts what a call means for the session into its record.
-func (x *exchange) effect(call *exchangeCall, _ json.RawMessage) {
+func (x *exchange) effect(call *exchangeCall) {
 	if x.session == nil {
 		return
 	}
