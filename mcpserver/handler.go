@@ -397,21 +397,24 @@ func userOf(ctx context.Context) identity {
 func (h *Handler) instrument(server *mcp.Server) {
 	key := weak.Make(server)
 	h.mu.Lock()
-	defer h.mu.Unlock()
-	switch h.instrumented[key] {
-	case 0:
-		h.instrumented[key] = 1
+	met := h.instrumented[key]
+	hear := met == 1 && h.opts.Store != nil && !h.drained
+	if met < 2 {
+		h.instrumented[key] = met + 1
+	}
+	if met == 0 {
+		// Under the lock, so that no request is served without it.
 		server.AddReceivingMiddleware(h.receive)
 		runtime.AddCleanup(server, func(key weak.Pointer[mcp.Server]) {
 			h.mu.Lock()
 			defer h.mu.Unlock()
 			delete(h.instrumented, key)
 		}, key)
-	case 1:
-		h.instrumented[key] = 2
-		if h.opts.Store != nil && !h.drained {
-			h.topic.hear(server)
-		}
+	}
+	h.mu.Unlock()
+	// Not under the lock, which every request takes.
+	if hear {
+		h.topic.hear(server)
 	}
 }
 

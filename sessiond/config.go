@@ -97,6 +97,7 @@ func (c Config) Validate() error {
 	for _, endpoint := range c.Endpoints {
 		if err := etcdnode.CheckEndpoint(endpoint); err != nil {
 			errs = append(errs, fmt.Errorf("etcd endpoints: %w", err))
+			break // the same is wrong with the others, mostly
 		}
 	}
 	if len(c.Prefix) > maxPrefix || !strings.HasSuffix(c.Prefix, "/") || c.Prefix == "/" {
