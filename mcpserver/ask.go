@@ -22,7 +22,7 @@ const (
 	standaloneStream = "standalone"
 )
 
-// control is a message of the control stream: one of Answer, Cancel and Resumed is set. The keys are short, so that
+// control is a message of the control stream: one of Answer, Cancel, Claim and Resumed is set. The keys are short, so that
 // an answer fits whenever the POST that brought it did (M4).
 type control struct {
 	// Answer is the id of the question that Result or Error answers.
@@ -31,6 +31,9 @@ type control struct {
 	Error  json.RawMessage `json:"error,omitempty"`
 	// Cancel is the id of the request that the client cancelled, as it sent it.
 	Cancel json.RawMessage `json:"cancel,omitempty"`
+	// Claim is the position of a Cancel, of which the sender runs a request; By is a name for the sender.
+	Claim uint64 `json:"claim,omitempty"`
+	By    string `json:"by,omitempty"`
 	// Resumed is the id of the POST's stream that the client has resumed on some replica.
 	Resumed string `json:"resumed,omitempty"`
 }
@@ -42,8 +45,23 @@ var capabilityFor = map[string]string{
 	methodListRoots:     "roots",
 }
 
-// controlTTL is how long an answer or a cancellation waits for a replica that is reconnecting.
-const controlTTL = 5 * time.Minute
+const (
+	// controlTTL is how long an answer or a cancellation waits for a replica that is reconnecting.
+	controlTTL = 5 * time.Minute
+	// claimsWithin is how long, from when an exchange reads its own claim to a cancellation, others' claims may still come.
+	claimsWithin = 200 * time.Millisecond
+)
+
+// cancellation is one of the client's that names a request of this exchange. The client's ids need not be unique among the
+// requests in flight, and another that has this id may run on any replica; which one the client means then nobody knows,
+// and to cancel neither is the lesser fault. So whoever runs such a request claims the cancellation on the control
+// stream, and cancels only if no other claim is there soon after its own.
+type cancellation struct {
+	id        json.RawMessage
+	by        string
+	contested bool
+	timer     *time.Timer
+}
 
 // ask sends a handler's question to the client (F8, F9). The handler goes on, with the answer or an error, when the SDK is
 // fed a response.
@@ -234,19 +252,76 @@ func (x *exchange) control(m client.Message) {
 		}
 		x.resolve(c.Answer, response)
 	case c.Cancel != nil:
-		x.cancelCall(c.Cancel)
+		x.claim(m.Position, c.Cancel)
+	case c.Claim != 0:
+		x.claimed(c.Claim, c.By)
 	case c.Resumed != "":
 		x.resumedElsewhere(c.Resumed)
 	}
 }
 
-// cancelCall cancels the handler of the request with the client's id, and suppresses its answer (F10).
-func (x *exchange) cancelCall(id json.RawMessage) {
+// running returns the calls with the client's id that are not answered, by the id that the SDK knows them under.
+func (x *exchange) running(id json.RawMessage) map[int64]*exchangeCall {
+	found := map[int64]*exchangeCall{}
 	for n, call := range x.calls {
 		if string(call.id) == string(id) && !call.answered {
-			call.cancelled = true
-			x.conn.feed(&jsonrpc.Request{Method: notifyCancelled, Params: marshal(map[string]any{"requestId": n})})
+			found[n] = call
 		}
+	}
+	return found
+}
+
+// claim answers a cancellation, the one at the position, if it names a request of this exchange (F10).
+func (x *exchange) claim(position uint64, id json.RawMessage) {
+	if len(x.running(id)) == 0 {
+		return
+	}
+	by := randomID()
+	x.cancellations[position] = &cancellation{id: id, by: by}
+	x.started.Go(func() {
+		for {
+			_, err := x.h.opts.Messages.Publish(x.ctx, x.session.id, controlStream, marshal(control{Claim: position, By: by}),
+				client.PublishOptions{TTL: controlTTL})
+			if err == nil || errors.Is(err, client.ErrSessionNotFound) || x.ctx.Err() != nil {
+				return
+			}
+			x.h.log.WarnContext(x.ctx, "cannot tell that a cancelled request runs here, trying again", slog.Any("error", err))
+			select {
+			case <-time.After(claimsWithin):
+			case <-x.ctx.Done():
+				return
+			}
+		}
+	})
+}
+
+// claimed takes a claim to a cancellation. The wait for others begins with the own one, which shows that the subscription is
+// up to date.
+func (x *exchange) claimed(position uint64, by string) {
+	c := x.cancellations[position]
+	switch {
+	case c == nil:
+	case by != c.by:
+		c.contested = true
+	case c.timer == nil:
+		c.timer = time.AfterFunc(claimsWithin, func() {
+			_ = x.post(func() {
+				delete(x.cancellations, position)
+				x.cancelCall(c)
+			})
+		})
+	}
+}
+
+// cancelCall cancels the handler of the request that a cancellation names, and suppresses its answer.
+func (x *exchange) cancelCall(c *cancellation) {
+	if c.contested {
+		x.h.log.WarnContext(x.ctx, "cancellation ignored: several requests in flight have its id", slog.String("id", string(c.id)))
+		return
+	}
+	for n, call := range x.running(c.id) {
+		call.cancelled = true
+		x.conn.feed(&jsonrpc.Request{Method: notifyCancelled, Params: marshal(map[string]any{"requestId": n})})
 	}
 }
 

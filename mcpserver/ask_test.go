@@ -177,6 +177,34 @@ func TestF10EqualIDsInFlight(t *testing.T) {
 	}
 }
 
+// F10 (C34): a cancellation that names several requests in flight cancels none of them, on whatever replicas they run; once one
+// is left, it does.
+func TestF10AmbiguousCancel(t *testing.T) {
+	eachMode(t, func(t *testing.T, r *replicas) {
+		id := r.open()
+		for _, other := range []int{0, 1} {
+			before := strings.Count(r.logs.String(), "cancellation ignored")
+			first := r.requestTo(0, http.MethodPost, id, call("1", "ask", `{}`))
+			q1 := first.event()["id"]
+			second := r.requestTo(other, http.MethodPost, id, call("1", "ask", `{}`))
+			q2 := second.event()["id"]
+			r.requestTo(2, http.MethodPost, id, cancelBody("1")).all()
+			r.eventually(func() bool { return strings.Count(r.logs.String(), "cancellation ignored") == before+2 })
+			r.post(id, accept(q2, "two"))
+			if got := text(second.event()); got != `["two"]` {
+				t.Fatalf("second on replica %d: %s", other, got)
+			}
+			r.requestTo(2, http.MethodPost, id, cancelBody("1")).all()
+			for m := first.event(); m != nil; m = first.event() {
+				if m["method"] != "notifications/cancelled" { // the question may be withdrawn, too
+					t.Fatalf("the one that is left goes on: %v", m)
+				}
+			}
+			r.post(id, accept(q1, "late"))
+		}
+	})
+}
+
 // F9, N1: what asks without a session learns that one is needed.
 func TestN1AskNeedsASession(t *testing.T) {
 	r := newReplicas(t, 1, func(o *mcpserver.Options) { o.Store = nil })

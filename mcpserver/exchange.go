@@ -51,6 +51,8 @@ type exchange struct {
 	resuming bool
 	deferred []func() // for when the session has been resumed
 
+	cancellations map[uint64]*cancellation // under way, by their position in the control stream
+
 	tell     []presence // once the changes are durable
 	watching bool
 	started  sync.WaitGroup // goroutines of this exchange
@@ -93,14 +95,15 @@ const markerID = 0
 // reach the handlers. What else is to be set must be before start.
 func (h *Handler) newExchange(ctx context.Context, r *http.Request, sess *session, id string, messages []*message) *exchange {
 	x := &exchange{
-		h:        h,
-		session:  sess,
-		calls:    map[int64]*exchangeCall{},
-		asks:     map[string]*ask{},
-		actions:  make(chan func()),
-		ended:    make(chan struct{}),
-		handlers: map[int]context.CancelCauseFunc{},
-		marker:   &mcp.RequestExtra{},
+		h:             h,
+		session:       sess,
+		calls:         map[int64]*exchangeCall{},
+		asks:          map[string]*ask{},
+		cancellations: map[uint64]*cancellation{},
+		actions:       make(chan func()),
+		ended:         make(chan struct{}),
+		handlers:      map[int]context.CancelCauseFunc{},
+		marker:        &mcp.RequestExtra{},
 	}
 	x.ctx, x.stop = context.WithCancel(context.WithValue(ctx, exchangeKey{}, x))
 	x.extra = &mcp.RequestExtra{TokenInfo: auth.TokenInfoFromContext(ctx), Header: r.Header}
@@ -219,6 +222,11 @@ func (x *exchange) close() {
 	}
 	for _, a := range x.asks {
 		a.timer.Stop()
+	}
+	for _, c := range x.cancellations {
+		if c.timer != nil {
+			c.timer.Stop()
+		}
 	}
 	x.stop()
 	x.started.Wait()
