@@ -194,6 +194,8 @@ type fake struct {
 	save      func(call int64) error
 	release   func(call int64) error
 	subscribe func(call int64, after uint64, send func(uint64)) error
+	confirms  atomic.Int64
+	confirm   func(call int64) error // nil: every subscription is confirmed
 }
 
 func (f *fake) Read(context.Context, *sessiondv1.ReadRequest) (*sessiondv1.ReadResponse, error) {
@@ -215,6 +217,11 @@ func (f *fake) Acquire(context.Context, *sessiondv1.AcquireRequest) (*sessiondv1
 }
 
 func (f *fake) Subscribe(req *sessiondv1.SubscribeRequest, stream grpc.ServerStreamingServer[sessiondv1.SubscribeResponse]) error {
+	if f.confirm != nil {
+		if err := f.confirm(f.confirms.Add(1)); err != nil {
+			return err
+		}
+	}
 	if err := stream.Send(&sessiondv1.SubscribeResponse{Position: req.GetAfterPosition()}); err != nil {
 		return err
 	}
@@ -481,6 +488,34 @@ func TestM2SubscriptionGoesOnAfterABreak(t *testing.T) {
 	}
 	if want := []uint64{1, 2, 3, 4, 5, 6}; !slices.Equal(positions, want) {
 		t.Errorf("positions %v, want %v", positions, want)
+	}
+}
+
+// C1: a node that dies over a new subscription is not the caller's concern while another one serves; one that cannot reach
+// its backend is heard at once.
+func TestC1SubscribeIsTriedAgain(t *testing.T) {
+	for reason, want := range map[string]struct {
+		calls int64
+		err   error
+	}{"": {2, nil}, "BACKEND_UNAVAILABLE": {1, client.ErrUnavailable}} {
+		f := &fake{}
+		f.confirm = func(call int64) error {
+			switch {
+			case call > 1:
+				return nil
+			case reason == "":
+				return status.Error(codes.Unavailable, "connection lost")
+			default:
+				return failure(codes.Unavailable, reason)
+			}
+		}
+		f.subscribe = func(int64, uint64, func(uint64)) error { return nil }
+		ctx, cancel := context.WithCancel(t.Context())
+		_, err := newClient(t, f.start(t, grpc_health_v1.HealthCheckResponse_SERVING)).Subscribe(ctx, "x", 0, "s")
+		cancel()
+		if calls := f.confirms.Load(); !errors.Is(err, want.err) || calls != want.calls {
+			t.Errorf("%s: %d calls, %v; want %d calls, %v", reason, calls, err, want.calls, want.err)
+		}
 	}
 }
 

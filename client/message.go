@@ -85,7 +85,7 @@ func (c *Client) Subscribe(ctx context.Context, id string, after uint64, streams
 		client: c, ctx: ctx, position: after,
 		request: &sessiondv1.SubscribeRequest{SessionId: id, Streams: streams},
 	}
-	if err := s.connect(); err != nil {
+	if err := s.begin(); err != nil {
 		return nil, err
 	}
 	return func(yield func(Message, error) bool) {
@@ -98,6 +98,27 @@ func (c *Client) Subscribe(ctx context.Context, id string, after uint64, streams
 		}
 	}, nil
 }
+
+// begin connects for the first time, also if the node that was asked dies over it and another one serves.
+func (s *subscription) begin() error {
+	for attempt := uint(1); ; attempt++ {
+		err := s.connect()
+		if e, ok := errors.AsType[*Error](err); !ok || !e.retriable() || attempt == maxAttempts {
+			return err
+		}
+		select {
+		case <-s.ctx.Done():
+			return s.ctx.Err()
+		case <-time.After(firstPause + rand.N(firstPause)):
+		}
+	}
+}
+
+// firstPause is what passes between a break and the next attempt, at least; it grows up to longestPause.
+const (
+	firstPause   = 10 * time.Millisecond
+	longestPause = 500 * time.Millisecond
+)
 
 // connect opens the stream after the last position and waits for the first answer.
 func (s *subscription) connect() error {
@@ -162,8 +183,7 @@ func (s *subscription) receive() (Message, error) {
 
 // reconnect goes on after a break, with back-off, until it succeeds or trying again cannot help.
 func (s *subscription) reconnect(cause error) error {
-	const slowest = time.Second
-	delay := 10 * time.Millisecond
+	pause := firstPause
 	for {
 		if s.ctx.Err() != nil {
 			return s.ctx.Err()
@@ -175,9 +195,9 @@ func (s *subscription) reconnect(cause error) error {
 		select {
 		case <-s.ctx.Done():
 			return s.ctx.Err()
-		case <-time.After(delay + rand.N(delay)):
+		case <-time.After(pause/2 + rand.N(pause)):
 		}
-		delay = min(2*delay, slowest)
+		pause = min(2*pause, longestPause)
 		if cause = s.connect(); cause == nil {
 			return nil
 		}

@@ -159,10 +159,15 @@ func refusedUnseen(err error) bool {
 	return ok && e.Reason == sessiondv1.ErrorReason_ERROR_REASON_SHUTTING_DOWN
 }
 
-// retriable tells what another node may do better: a call that met no node, or one that shuts down. A node that cannot
-// reach its backend has said so after trying, and must be heard at once.
+// retriable is [Error.retriable] for a status.
 func retriable(err error) bool {
 	e, ok := errors.AsType[*Error](fromStatus("", err))
-	return ok && !errors.Is(e.kind, context.DeadlineExceeded) && errors.Is(e.kind, ErrUnavailable) &&
+	return ok && e.retriable()
+}
+
+// retriable tells what another node may do better: a call that met no node, or one that shuts down. A node that cannot
+// reach its backend has said so after trying, and must be heard at once.
+func (e *Error) retriable() bool {
+	return !errors.Is(e.kind, context.DeadlineExceeded) && errors.Is(e.kind, ErrUnavailable) &&
 		e.Reason != sessiondv1.ErrorReason_ERROR_REASON_BACKEND_UNAVAILABLE
 }
