@@ -22,6 +22,9 @@ import (
 // pays nothing.
 const watchAfter = 100 * time.Millisecond
 
+// watchAgain is how long after a failure it tries again. A cancellation is to be heard within a second of the store's return.
+const watchAgain = 250 * time.Millisecond
+
 // exchangeKey finds a request's exchange in its handlers' contexts.
 type exchangeKey struct{}
 
@@ -169,7 +172,7 @@ func (x *exchange) run() {
 	defer x.close()
 	comment := time.NewTicker(commentEvery)
 	defer comment.Stop()
-	watch := time.NewTimer(watchAfter)
+	watch, warned := time.NewTimer(watchAfter), false
 	defer watch.Stop()
 	if x.session == nil {
 		watch.Stop()
@@ -192,8 +195,11 @@ func (x *exchange) run() {
 			if err := x.watch(); errors.Is(err, client.ErrSessionNotFound) {
 				x.sessionEnded()
 			} else if err != nil {
-				x.h.log.WarnContext(x.ctx, "cannot watch a session for cancellation, trying again", slog.Any("error", err))
-				watch.Reset(time.Second)
+				if !warned {
+					warned = true
+					x.h.log.WarnContext(x.ctx, "cannot watch a session for cancellation, trying again", slog.Any("error", err))
+				}
+				watch.Reset(watchAgain)
 			}
 		case <-touch.C:
 			x.touch()

@@ -1,10 +1,14 @@
 package mcpserver_test
 
 import (
+	"context"
+	"errors"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"testing"
 
+	"github.com/sessiond/sessiond/client"
 	"github.com/sessiond/sessiond/mcpserver"
 )
 
@@ -236,6 +240,40 @@ func TestF18AllowedHosts(t *testing.T) {
 	for host, status := range map[string]int{"mcp.example.com": 200, "mcp.example.com:443": 200, "localhost:1": 200, "example.com": 403} {
 		if a := r.post("", initializeWith("2025-11-25", `{}`), "Host", host); a.status != status {
 			t.Errorf("%s: %d %s", host, a.status, a.body)
+		}
+	}
+}
+
+// cutOff is a store whose node dies over the first Create, after storing the session or before.
+type cutOff struct {
+	*memory
+
+	stores bool
+	died   atomic.Bool
+}
+
+func (c *cutOff) Create(ctx context.Context, data []byte, opts client.CreateOptions) (client.Session, error) {
+	if opts.ID == mcpserver.DefaultTopic || c.died.Swap(true) {
+		return c.memory.Create(ctx, data, opts)
+	}
+	if c.stores {
+		if _, err := c.memory.Create(ctx, data, opts); err != nil {
+			return client.Session{}, err
+		}
+	}
+	return client.Session{}, errors.Join(client.ErrUnavailable, client.ErrOutcomeUnknown)
+}
+
+// F6: a node that dies over a new session fails no initialize while another one serves.
+func TestF6NodeDiesOverInitialize(t *testing.T) {
+	for _, stores := range []bool{false, true} {
+		r := newReplicas(t, 1, func(o *mcpserver.Options) {
+			if store, ok := o.Store.(*memory); ok {
+				o.Store = &cutOff{memory: store, stores: stores}
+			}
+		})
+		if a := r.post(r.open(), call("1", "echo", `{"a":1}`)); a.status != 200 {
+			t.Errorf("stored %t: %d %s", stores, a.status, a.body)
 		}
 	}
 }

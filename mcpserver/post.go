@@ -233,7 +233,15 @@ func (h *Handler) createSession(ctx context.Context, w http.ResponseWriter, m *m
 	if err != nil {
 		return err
 	}
-	if _, err := h.opts.Store.Create(ctx, data, client.CreateOptions{ID: x.draft.id, TTL: h.opts.SessionTTL}); err != nil {
+	opts := client.CreateOptions{ID: x.draft.id, TTL: h.opts.SessionTTL}
+	_, err = h.opts.Store.Create(ctx, data, opts)
+	if errors.Is(err, client.ErrOutcomeUnknown) {
+		// A node died over it. Nobody else has the id, so a session that is there now is the one that was stored.
+		if _, err = h.opts.Store.Create(ctx, data, opts); errors.Is(err, client.ErrSessionExists) {
+			err = nil
+		}
+	}
+	if err != nil {
 		return err
 	}
 	w.Header().Set(headerSessionID, x.draft.id)
