@@ -24,7 +24,7 @@ type rawSession struct {
 	url, id string
 }
 
-const initializeMessage = `{"jsonrpc":"2.0","id":0,"method":"initialize","params":{"protocolVersion":"2025-11-25","capabilities":{},"clientInfo":{"name":"raw","version":"1"}}}`
+const initializeMessage = `{"jsonrpc":"2.0","id":0,"method":"initialize","params":{"protocolVersion":"2025-11-25","capabilities":{"elicitation":{}},"clientInfo":{"name":"raw","version":"1"}}}`
 
 func openRaw(t *testing.T, url string) rawSession {
 	t.Helper()
@@ -83,6 +83,7 @@ func callMessage(id, tool, args string) string {
 type rpcMessage struct {
 	ID     json.RawMessage `json:"id"`
 	Method string          `json:"method"`
+	Params json.RawMessage `json:"params"`
 	Error  json.RawMessage `json:"error"`
 	Result struct {
 		Content []struct{ Text string } `json:"content"`

@@ -37,6 +37,7 @@ func addEverything(server *mcp.Server) {
 	addListChanges(server)
 	addPrompts(server)
 	addTestResources(server)
+	addProbes(server)
 }
 
 // The smallest files that are what their type says.
