@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"iter"
+	"math"
 	"math/rand/v2"
 	"time"
 
@@ -28,6 +29,9 @@ type Message struct {
 type PublishOptions struct {
 	// TTL is how long the message is kept, at least: 1 s to 24 h. Default: 5 min.
 	TTL time.Duration
+	// LowPriority has the message refused ([ErrTooManyMessages]) when half of the session's room for messages is taken, so
+	// that the other half is there for what must get through. A session's room is 1,000 messages and 16 MiB of them.
+	LowPriority bool
 	// RequestID names the request, so that a retry by the caller does not publish twice. Default: a fresh one, under
 	// which the client's own retries go.
 	RequestID string
@@ -42,6 +46,7 @@ func (c *Client) Publish(ctx context.Context, id, stream string, payload []byte,
 	}
 	resp, err := call(ctx, c.callTimeout, "publish message", c.messages.Publish, &sessiondv1.PublishRequest{
 		SessionId: id, Stream: stream, Payload: payload, Ttl: duration(opts.TTL), RequestId: requestID,
+		LowPriority: opts.LowPriority,
 	}, attempts)
 	if err != nil {
 		return 0, err
@@ -49,11 +54,20 @@ func (c *Client) Publish(ctx context.Context, id, stream string, payload []byte,
 	return resp.GetPosition(), nil
 }
 
-// Trim removes the stored messages of a stream up to a position, inclusive. Errors: [ErrSessionNotFound],
-// [ErrInvalidArgument], [ErrUnavailable].
-func (c *Client) Trim(ctx context.Context, id, stream string, through uint64) error {
+// Trim removes the stored messages of a stream up to a position, inclusive, but for the newest of these, as many as keep
+// says (0 or more). Errors: [ErrSessionNotFound], [ErrInvalidArgument], [ErrUnavailable].
+func (c *Client) Trim(ctx context.Context, id, stream string, through uint64, keep int) error {
 	_, err := call(ctx, c.callTimeout, "trim messages", c.messages.Trim, &sessiondv1.TrimRequest{
-		SessionId: id, Stream: stream, ThroughPosition: through,
+		SessionId: id, Stream: stream, ThroughPosition: through, Keep: uint32(min(max(keep, 0), math.MaxInt32)),
+	}, attempts)
+	return err
+}
+
+// Retain gives the messages that a stream stores at this moment another TTL, from now on: 1 s to 24 h; 0: 5 min. Errors:
+// [ErrSessionNotFound], [ErrInvalidArgument], [ErrUnavailable].
+func (c *Client) Retain(ctx context.Context, id, stream string, ttl time.Duration) error {
+	_, err := call(ctx, c.callTimeout, "retain messages", c.messages.Retain, &sessiondv1.RetainRequest{
+		SessionId: id, Stream: stream, Ttl: duration(ttl),
 	}, attempts)
 	return err
 }

@@ -119,14 +119,16 @@ func (x *exchange) ask(ctx context.Context, m *jsonrpc.Request) {
 		x.reply.event(question, false)
 		return
 	}
-	if err := x.sendStandalone(question); err != nil {
+	if err := x.sendStandalone(question, false); err != nil {
 		x.resolve(id, &jsonrpc.Response{Error: fmt.Errorf("ask the client on its standalone stream: %w", err)})
 	}
 }
 
-// sendStandalone sends a message on the session's standalone stream, wherever that is.
-func (x *exchange) sendStandalone(data []byte) error {
-	_, err := x.h.opts.Messages.Publish(x.ctx, x.session.id, standaloneStream, data, client.PublishOptions{TTL: x.h.opts.messageTTL()})
+// sendStandalone sends a message on the session's standalone stream, wherever that is. One of low priority is refused when
+// many are kept for a stream that nobody opens.
+func (x *exchange) sendStandalone(data []byte, lowPriority bool) error {
+	opts := client.PublishOptions{TTL: x.h.opts.messageTTL(), LowPriority: lowPriority}
+	_, err := x.h.publish(x.ctx, x.session.id, standaloneStream, data, opts)
 	return err
 }
 
@@ -150,7 +152,7 @@ func (x *exchange) withdraw(m *jsonrpc.Request) {
 			withdrawal := encodeRequest("", m.Method, marshal(params))
 			if x.reply != nil && x.reply.streaming {
 				x.reply.event(withdrawal, false)
-			} else if err := x.sendStandalone(withdrawal); err != nil {
+			} else if err := x.sendStandalone(withdrawal, false); err != nil {
 				x.h.log.WarnContext(x.ctx, "client not told that its answer is no longer needed", slog.Any("error", err))
 			}
 			return
@@ -280,7 +282,7 @@ func (x *exchange) claim(position uint64, id json.RawMessage) {
 	x.cancellations[position] = &cancellation{id: id, by: by}
 	x.started.Go(func() {
 		for {
-			_, err := x.h.opts.Messages.Publish(x.ctx, x.session.id, controlStream, marshal(control{Claim: position, By: by}),
+			_, err := x.h.publish(x.ctx, x.session.id, controlStream, marshal(control{Claim: position, By: by}),
 				client.PublishOptions{TTL: controlTTL})
 			if err == nil || errors.Is(err, client.ErrSessionNotFound) || x.ctx.Err() != nil {
 				return

@@ -183,6 +183,12 @@ func (x *exchange) run() {
 	}
 	touch := time.NewTicker(x.h.opts.touchInterval())
 	defer touch.Stop()
+	var retain <-chan time.Time
+	if x.reply != nil && x.reply.history != nil {
+		tick := time.NewTicker(x.h.opts.History)
+		defer tick.Stop()
+		retain = tick.C
+	}
 	for !x.over {
 		select {
 		case action := <-x.actions:
@@ -203,6 +209,8 @@ func (x *exchange) run() {
 			}
 		case <-touch.C:
 			x.touch()
+		case <-retain:
+			x.reply.history.retain()
 		case <-x.showAlive():
 			x.reply.history.put(kept{Alive: true})
 		case <-x.h.force.Done():
@@ -336,7 +344,7 @@ func (x *exchange) tellStreams() error {
 		if p.Subscribed != "" {
 			x.h.topic.announce(p.Subscribed)
 		}
-		if _, err := x.h.opts.Messages.Publish(x.ctx, x.session.id, presenceStream, marshal(p), client.PublishOptions{TTL: x.h.opts.messageTTL()}); err != nil {
+		if _, err := x.h.publish(x.ctx, x.session.id, presenceStream, marshal(p), client.PublishOptions{TTL: x.h.opts.messageTTL()}); err != nil {
 			return err
 		}
 	}
@@ -468,7 +476,7 @@ func (x *exchange) notice(ctx context.Context, m *jsonrpc.Request) {
 	if x.session == nil || m.Method == "notifications/progress" {
 		return
 	}
-	if err := x.sendStandalone(data); err != nil {
+	if err := x.sendStandalone(data, true); err != nil {
 		x.h.log.WarnContext(x.ctx, "notification not kept for the standalone stream", slog.String("method", m.Method), slog.Any("error", err))
 	}
 }

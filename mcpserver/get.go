@@ -98,7 +98,7 @@ func (h *Handler) standaloneIsOpen(ctx context.Context, id string) (bool, error)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	probe := randomID()
-	if _, err := h.opts.Messages.Publish(ctx, id, presenceStream, marshal(presence{Probe: probe}), client.PublishOptions{TTL: time.Minute}); err != nil {
+	if _, err := h.publish(ctx, id, presenceStream, marshal(presence{Probe: probe}), client.PublishOptions{TTL: time.Minute}); err != nil {
 		return false, err
 	}
 	messages, err := h.opts.Messages.Subscribe(ctx, id, 0, presenceStream)
@@ -163,7 +163,7 @@ func (h *Handler) openStandalone(ctx context.Context, w http.ResponseWriter, ses
 	if err != nil {
 		return nil, nil, err
 	}
-	s.opened, err = h.opts.Messages.Publish(ctx, id, presenceStream, marshal(presence{Open: s.id}), client.PublishOptions{TTL: h.opts.messageTTL()})
+	s.opened, err = h.publish(ctx, id, presenceStream, marshal(presence{Open: s.id}), client.PublishOptions{TTL: h.opts.messageTTL()})
 	return s, messages, err
 }
 
@@ -293,7 +293,7 @@ func (s *standalone) deliver(ctx context.Context, m client.Message) bool {
 		if s.h.opts.History != 0 {
 			return true // kept, for the client may have to have it again
 		}
-		if err := s.h.opts.Messages.Trim(ctx, s.session.id, standaloneStream, m.Position); err != nil && ctx.Err() == nil {
+		if err := s.h.opts.Messages.Trim(ctx, s.session.id, standaloneStream, m.Position, 0); err != nil && ctx.Err() == nil {
 			s.h.log.WarnContext(ctx, "delivered notification not removed, it may be delivered again", slog.Any("error", err))
 		}
 		return true
@@ -341,10 +341,10 @@ func (s *standalone) changes(before uint64) bool {
 // leave says how far the stream got, for the next one, and removes what was said before this stream opened. What was said
 // since stays: a newer stream may not have read it yet.
 func (s *standalone) leave(ctx context.Context) {
-	_, err := s.h.opts.Messages.Publish(ctx, s.session.id, presenceStream,
+	_, err := s.h.publish(ctx, s.session.id, presenceStream,
 		marshal(presence{Closed: s.id, Delivered: s.delivered, Heard: s.heard}), client.PublishOptions{TTL: s.h.opts.messageTTL()})
 	if err == nil {
-		err = s.h.opts.Messages.Trim(ctx, s.session.id, presenceStream, s.opened-1)
+		err = s.h.opts.Messages.Trim(ctx, s.session.id, presenceStream, s.opened-1, 0)
 	}
 	if err != nil && !errors.Is(err, client.ErrSessionNotFound) {
 		s.h.log.WarnContext(ctx, "end of a standalone stream not noted, the next one may repeat notifications", slog.Any("error", err))

@@ -42,6 +42,7 @@ const (
 	MinTimeout     = time.Millisecond
 	MaxLockTimeout = time.Hour
 	MaxAskTimeout  = 24 * time.Hour
+	MaxHistory     = client.MaxMessageTTL / 2
 )
 
 // Options are the settings of a [Handler].
@@ -70,9 +71,10 @@ type Options struct {
 	// Default: [DefaultAskTimeout].
 	AskTimeout time.Duration
 
-	// History is how long each event of a stream is kept, so that a client whose connection broke gets what it missed, from
-	// any replica (Last-Event-ID): 1 s to 24 h. It costs a commit per event, the answer included. Default: 0, streams cannot
-	// be resumed, and no event ids are sent.
+	// History is how long the events of a stream are kept after its last one, at least, so that a client whose connection
+	// broke gets what it missed, from any replica (Last-Event-ID): [MinTTL] to [MaxHistory]. It costs a commit per event, the
+	// answer included, and while a call runs one more per History. A session keeps at most 500 events and 8 MiB of them at a
+	// time; what is over that goes out without an event id. Default: 0, streams cannot be resumed, and no event ids are sent.
 	History time.Duration
 	// JSON prefers application/json answers; a request becomes a stream only if its handler has something to say or ask
 	// before the end. Default: streams.
@@ -132,8 +134,8 @@ func (o *Options) complete() error {
 			errs = append(errs, fmt.Errorf("%s is %s, want %s to %s", d.name, *d.value, d.least, d.max))
 		}
 	}
-	if o.History != 0 && (o.History < MinTTL || o.History > client.MaxMessageTTL) {
-		errs = append(errs, fmt.Errorf("%s is %s, want 0 or %s to %s", "History", o.History, MinTTL, client.MaxMessageTTL))
+	if o.History != 0 && (o.History < MinTTL || o.History > MaxHistory) {
+		errs = append(errs, fmt.Errorf("%s is %s, want 0 or %s to %s", "History", o.History, MinTTL, MaxHistory))
 	}
 	if o.Topic == "" {
 		o.Topic = DefaultTopic

@@ -226,29 +226,35 @@ func newReplicas(t *testing.T, n int, edit func(*mcpserver.Options)) *replicas {
 	t.Helper()
 	r := &replicas{t: t, store: newMemory(), logs: &logs{}}
 	for range n {
-		opts := &mcpserver.Options{Store: r.store, Logger: slog.New(slog.NewTextHandler(r.logs, nil))}
-		if edit != nil {
-			edit(opts)
-		}
-		heard := &subscribers{relays: map[string]int{}}
-		server := testServer(heard)
-		handler, err := mcpserver.NewHandler(func(*http.Request) *mcp.Server { return server }, opts)
-		if err != nil {
-			t.Fatal(err)
-		}
-		handler.Relay(server)
-		r.mcp, r.heard = append(r.mcp, server), append(r.heard, heard)
-		s := httptest.NewServer(handler)
-		t.Cleanup(func() {
-			ctx, cancel := context.WithCancel(t.Context())
-			cancel()
-			_ = handler.Shutdown(ctx)
-			s.CloseClientConnections()
-			s.Close()
-		})
-		r.servers, r.handlers = append(r.servers, s), append(r.handlers, handler)
+		r.join(t, edit)
 	}
 	return r
+}
+
+// join starts one more replica.
+func (r *replicas) join(t *testing.T, edit func(*mcpserver.Options)) {
+	t.Helper()
+	opts := &mcpserver.Options{Store: r.store, Logger: slog.New(slog.NewTextHandler(r.logs, nil))}
+	if edit != nil {
+		edit(opts)
+	}
+	heard := &subscribers{relays: map[string]int{}}
+	server := testServer(heard)
+	handler, err := mcpserver.NewHandler(func(*http.Request) *mcp.Server { return server }, opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	handler.Relay(server)
+	r.mcp, r.heard = append(r.mcp, server), append(r.heard, heard)
+	s := httptest.NewServer(handler)
+	t.Cleanup(func() {
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		_ = handler.Shutdown(ctx)
+		s.CloseClientConnections()
+		s.Close()
+	})
+	r.servers, r.handlers = append(r.servers, s), append(r.handlers, handler)
 }
 
 func withLock(o *mcpserver.Options) { o.Locker, _ = o.Store.(mcpserver.Locker) }

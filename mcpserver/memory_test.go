@@ -35,8 +35,18 @@ type memorySession struct {
 	ttl      time.Duration
 	written  time.Time
 	queue    []*memoryEntry
-	messages []client.Message
+	messages []message
 }
+
+// message is a stored message, and until when it is kept.
+type message struct {
+	client.Message
+
+	until time.Time
+}
+
+// maxStored is how many messages a session may store.
+const maxStored = 1000
 
 type memoryEntry struct {
 	token   uint64
@@ -236,27 +246,64 @@ func (m *memory) Release(_ context.Context, grant client.Grant) error {
 	return nil
 }
 
-func (m *memory) Publish(_ context.Context, id, stream string, payload []byte, _ client.PublishOptions) (uint64, error) {
+func (m *memory) Publish(_ context.Context, id, stream string, payload []byte, opts client.PublishOptions) (uint64, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	s, err := m.find(id)
 	if err != nil {
 		return 0, err
 	}
+	now := time.Now()
+	s.messages = slices.DeleteFunc(s.messages, func(c message) bool { return c.until.Before(now) })
+	room := maxStored
+	if opts.LowPriority {
+		room /= 2
+	}
+	if len(s.messages) >= room {
+		return 0, client.ErrTooManyMessages
+	}
 	position := m.tick()
-	s.messages = append(s.messages, client.Message{Stream: stream, Position: position, Payload: bytes.Clone(payload)})
+	s.messages = append(s.messages, message{client.Message{Stream: stream, Position: position, Payload: bytes.Clone(payload)}, now.Add(opts.TTL)})
 	return position, nil
 }
 
-func (m *memory) Trim(_ context.Context, id, stream string, through uint64) error {
+func (m *memory) Trim(_ context.Context, id, stream string, through uint64, keep int) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	s, err := m.find(id)
 	if err != nil {
 		return err
 	}
-	s.messages = slices.DeleteFunc(s.messages, func(c client.Message) bool { return c.Stream == stream && c.Position <= through })
+	due := func(c message) bool { return c.Stream == stream && c.Position <= through }
+	count := -keep
+	for _, c := range s.messages {
+		if due(c) {
+			count++
+		}
+	}
+	s.messages = slices.DeleteFunc(s.messages, func(c message) bool {
+		if count <= 0 || !due(c) {
+			return false
+		}
+		count--
+		return true
+	})
 	m.tick()
+	return nil
+}
+
+func (m *memory) Retain(_ context.Context, id, stream string, ttl time.Duration) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	s, err := m.find(id)
+	if err != nil {
+		return err
+	}
+	for i, c := range s.messages {
+		if c.Stream == stream {
+			s.messages[i].until = time.Now().Add(ttl)
+		}
+	}
 	return nil
 }
 
@@ -275,8 +322,8 @@ func (m *memory) Subscribe(ctx context.Context, id string, after uint64, streams
 			var due []client.Message
 			if err == nil {
 				for _, c := range s.messages {
-					if c.Position > after && slices.Contains(streams, c.Stream) {
-						due = append(due, c)
+					if c.Position > after && slices.Contains(streams, c.Stream) && time.Now().Before(c.until) {
+						due = append(due, c.Message)
 						after = c.Position
 					}
 				}
@@ -345,7 +392,7 @@ func (m *memory) untilTrimmed(t *testing.T, id string) {
 	for {
 		m.mu.Lock()
 		changed := m.changed
-		stored := slices.ContainsFunc(m.sessions[id].messages, func(c client.Message) bool { return c.Stream == "standalone" })
+		stored := slices.ContainsFunc(m.sessions[id].messages, func(c message) bool { return c.Stream == "standalone" })
 		m.mu.Unlock()
 		if !stored {
 			return

@@ -6,7 +6,9 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"log/slog"
 	"maps"
+	"math"
 	"mime"
 	"net/http"
 	"slices"
@@ -371,20 +373,32 @@ func (h *Handler) publishCancel(ctx context.Context, sess *session, m *message) 
 	return h.publishControl(ctx, sess, control{Cancel: params.RequestID})
 }
 
-// publishControl publishes to the control stream. If what is kept for a standalone stream that nobody opens has filled
-// the session's room for messages, that gives way: somebody waits for this message.
+// publishControl publishes to the control stream.
 func (h *Handler) publishControl(ctx context.Context, sess *session, c control) error {
-	opts := client.PublishOptions{TTL: controlTTL, RequestID: randomID()}
-	_, err := h.opts.Messages.Publish(ctx, sess.id, controlStream, marshal(c), opts)
-	if !errors.Is(err, client.ErrTooManyMessages) {
-		return err
-	}
-	h.log.WarnContext(ctx, "notifications for a standalone stream dropped, to make room")
-	if err := h.opts.Messages.Trim(ctx, sess.id, standaloneStream, sess.position); err != nil {
-		return err
-	}
-	_, err = h.opts.Messages.Publish(ctx, sess.id, controlStream, marshal(c), opts)
+	_, err := h.publish(ctx, sess.id, controlStream, marshal(c), client.PublishOptions{TTL: controlTTL})
 	return err
+}
+
+// publish publishes to a stream of a session. If the session's room for messages is full, the oldest ones of the streams
+// where readers have nearly always had them give way; but not to one of low priority.
+func (h *Handler) publish(ctx context.Context, id, stream string, payload []byte, opts client.PublishOptions) (uint64, error) {
+	if opts.RequestID == "" {
+		opts.RequestID = randomID()
+	}
+	position, err := h.opts.Messages.Publish(ctx, id, stream, payload, opts)
+	for _, keep := range []int{100, 10, 1} {
+		if !errors.Is(err, client.ErrTooManyMessages) || opts.LowPriority {
+			break
+		}
+		h.log.WarnContext(ctx, "a session's room for messages is full, the oldest give way", slog.Int("keep", keep))
+		for _, other := range []string{controlStream, presenceStream, standaloneStream} {
+			if err := h.opts.Messages.Trim(ctx, id, other, math.MaxInt64, keep); err != nil {
+				return 0, err
+			}
+		}
+		position, err = h.opts.Messages.Publish(ctx, id, stream, payload, opts)
+	}
+	return position, err
 }
 
 // serveDELETE ends a session, waiting for no lock. What runs of it is told through its control stream's end.

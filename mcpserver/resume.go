@@ -46,7 +46,10 @@ type kept struct {
 }
 
 // history keeps the events of a POST's stream in the store, each before it is written, so that the client can have them
-// again from any replica. It costs a commit per event.
+// again from any replica. It costs a commit per event. Each is kept for twice Options.History, and a call that takes longer
+// than that has what is kept retained once per Options.History: so all its events are there for that long after the last
+// (F11), and are gone soon after should this replica die. When they have taken half of the session's room for messages, no
+// more are kept for now: the other half is for answers, cancellations and questions.
 type history struct {
 	h       *Handler
 	ctx     context.Context //nolint:containedctx // The request's.
@@ -58,7 +61,9 @@ type history struct {
 
 // put keeps an event and returns its id, or "" if it could not be kept: then the client just cannot resume after it.
 func (y *history) put(k kept) string {
-	position, err := y.h.opts.Messages.Publish(y.ctx, y.session, streamPrefix+y.id, marshal(k), client.PublishOptions{TTL: y.h.opts.History})
+	position, err := y.h.opts.Messages.Publish(y.ctx, y.session, streamPrefix+y.id, marshal(k), client.PublishOptions{
+		TTL: 2 * y.h.opts.History, LowPriority: true,
+	})
 	if err != nil {
 		if !errors.Is(err, client.ErrSessionNotFound) {
 			y.h.log.WarnContext(y.ctx, "event not kept for resumption", slog.Any("error", err))
@@ -66,6 +71,14 @@ func (y *history) put(k kept) string {
 		return ""
 	}
 	return eventID(y.id, position)
+}
+
+// retain keeps what is kept until the next time.
+func (y *history) retain() {
+	err := y.h.opts.Messages.Retain(y.ctx, y.session, streamPrefix+y.id, 2*y.h.opts.History)
+	if err != nil && !errors.Is(err, client.ErrSessionNotFound) {
+		y.h.log.WarnContext(y.ctx, "events of a long call may not be kept for resumption", slog.Any("error", err))
+	}
 }
 
 func eventID(stream string, position uint64) string {

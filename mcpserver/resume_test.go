@@ -221,3 +221,20 @@ func TestF11ResumeStandalone(t *testing.T) {
 		t.Fatalf("the fresh stream got %q", eventID)
 	}
 }
+
+// F11, M4: events kept for resumption leave room for what must get through: a call with more questions and answers than a session
+// may store messages gets each answer.
+func TestF11HistoryLeavesRoom(t *testing.T) {
+	const n = maxStored + 200
+	r := newReplicas(t, 2, withHistory)
+	id := r.open()
+	s := r.requestTo(0, http.MethodPost, id, call("1", "ask", fmt.Sprintf(`{"by":%d}`, n)))
+	for i := range n {
+		if a := r.requestTo(1, http.MethodPost, id, accept(s.event()["id"], fmt.Sprint(i))).all(); a.status != http.StatusAccepted {
+			t.Fatalf("answer %d: %d %s", i, a.status, a.body)
+		}
+	}
+	if got := text(s.event()); !strings.HasPrefix(got, `["0","1",`) || !strings.HasSuffix(got, fmt.Sprintf(`"%d"]`, n-1)) {
+		t.Errorf("result %.100s", got)
+	}
+}

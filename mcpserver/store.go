@@ -38,12 +38,15 @@ type Locker interface {
 // Messages carries messages between replicas, in named streams of a session. *client.Client implements it. Methods
 // must be safe for concurrent use.
 type Messages interface {
-	// Publish appends a message durably and returns its position.
+	// Publish appends a message durably and returns its position. A session's room for messages may be limited: then
+	// client.ErrTooManyMessages, for those of low priority already when half of it is taken.
 	Publish(ctx context.Context, id, stream string, payload []byte, opts client.PublishOptions) (uint64, error)
 	// Subscribe delivers streams from after a position on; see [client.Client.Subscribe].
 	Subscribe(ctx context.Context, id string, after uint64, streams ...string) (iter.Seq2[client.Message, error], error)
-	// Trim removes a stream's messages up to a position.
-	Trim(ctx context.Context, id, stream string, through uint64) error
+	// Trim removes a stream's messages up to a position, but for the newest of these, as many as keep says.
+	Trim(ctx context.Context, id, stream string, through uint64, keep int) error
+	// Retain gives what a stream stores another TTL, from now on.
+	Retain(ctx context.Context, id, stream string, ttl time.Duration) error
 }
 
 var (

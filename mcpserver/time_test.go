@@ -3,6 +3,7 @@ package mcpserver_test
 import (
 	"bufio"
 	"context"
+	"encoding/json"
 	"errors"
 	"net"
 	"net/http"
@@ -90,7 +91,7 @@ func newBubble(t *testing.T, edit func(*mcpserver.Options)) *bubble {
 	return b
 }
 
-func (b *bubble) send(method, session, body string) *http.Response {
+func (b *bubble) send(method, session, body string, header ...string) *http.Response {
 	b.t.Helper()
 	req, err := http.NewRequestWithContext(b.t.Context(), method, "http://front-end/mcp", strings.NewReader(body))
 	if err != nil {
@@ -100,6 +101,9 @@ func (b *bubble) send(method, session, body string) *http.Response {
 	req.Header.Set("Content-Type", "application/json")
 	if session != "" {
 		req.Header.Set("Mcp-Session-Id", session)
+	}
+	for i := 0; i < len(header); i += 2 {
+		req.Header.Set(header[i], header[i+1])
 	}
 	resp, err := b.client.Do(req)
 	if err != nil {
@@ -225,6 +229,47 @@ func TestF14LongTTL(t *testing.T) {
 		_, rest := comments(t, b.send(http.MethodPost, id, call("1", "wait", `{}`)))
 		if took := time.Since(began); took < 290*time.Second || took >= 300*time.Second || !strings.Contains(rest, "EXPIRES") {
 			t.Errorf("after %s: %s", took, rest)
+		}
+		b.stop()
+	})
+}
+
+// F11: the events of a stream are kept for Options.History after the final response, however long the call took, and are gone
+// some time later.
+func TestF11HistoryCountsFromTheFinalResponse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBubble(t, func(o *mcpserver.Options) { o.History = time.Minute; o.AskTimeout = time.Hour })
+		id := b.open()
+		s := &stream{t: t, resp: b.send(http.MethodPost, id, call("1", "ask", `{}`))}
+		s.reader = bufio.NewReader(s.resp.Body)
+		first, _ := s.eventWithID()
+		_, data := s.eventWithID()
+		var question struct{ ID string }
+		if err := json.Unmarshal([]byte(data), &question); err != nil {
+			t.Fatalf("question %q: %v", data, err)
+		}
+		var answering sync.WaitGroup
+		answering.Go(func() {
+			time.Sleep(10*time.Minute + 30*time.Second)
+			_ = b.send(http.MethodPost, id, accept(question.ID, "late")).Body.Close()
+		})
+		last, _ := s.eventWithID()
+		answering.Wait()
+		s.cut()
+
+		time.Sleep(59 * time.Second)
+		again := &stream{t: t, resp: b.send(http.MethodGet, id, "", "Last-Event-ID", first)}
+		again.reader = bufio.NewReader(again.resp.Body)
+		if _, got := again.eventWithID(); got != data {
+			t.Errorf("%q after the final response, want the question", got)
+		}
+		if got, _ := again.eventWithID(); got != last {
+			t.Errorf("event %q, want the final one %q", got, last)
+		}
+		again.cut()
+		time.Sleep(2 * time.Minute)
+		if resp := b.send(http.MethodGet, id, "", "Last-Event-ID", first); resp.StatusCode != http.StatusBadRequest || resp.Body.Close() != nil {
+			t.Errorf("status %d when nothing is kept any more", resp.StatusCode)
 		}
 		b.stop()
 	})

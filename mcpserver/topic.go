@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"log/slog"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -18,7 +19,7 @@ import (
 // The streams of the topic.
 const (
 	eventStream = "events" // what changed
-	uriStream   = "uris"   // which resources anyone is subscribed to
+	uriStream   = "uris"   // which resources anyone is subscribed to: objects of a URI and how many seconds that holds
 )
 
 const (
@@ -31,6 +32,10 @@ const (
 	topicRetry = 500 * time.Millisecond
 	// topicPatience is how many attempts in a row may fail before that is logged.
 	topicPatience = 6
+	// keptEvents is how many changes stay in the store when its room for them is full, for replicas that are cut off.
+	keptEvents = 250
+	// maxAnnounced is how many bytes of URIs go into one message.
+	maxAnnounced = 1 << 20
 )
 
 // topicData is the record of the topic's session. It is no client's: see [session.load].
@@ -191,7 +196,11 @@ func (t *topic) take(m client.Message) {
 	defer t.mu.Unlock()
 	t.position = max(t.position, m.Position)
 	if m.Stream == uriStream {
-		t.announced(string(m.Payload))
+		var uris map[string]int
+		if err := json.Unmarshal(m.Payload, &uris); err != nil {
+			t.h.log.ErrorContext(t.ctx, "message of the topic cannot be read", slog.Any("error", err))
+		}
+		t.announced(uris)
 		return
 	}
 	e := topicEvent{position: m.Position}
@@ -226,10 +235,17 @@ func (t *topic) send() {
 	for {
 		select {
 		case m := <-t.out:
-			for t.ctx.Err() == nil {
-				_, err := t.h.opts.Messages.Publish(t.ctx, t.h.opts.Topic, m.stream, m.payload, client.PublishOptions{TTL: m.ttl})
+			for crowded := false; t.ctx.Err() == nil; {
+				opts := client.PublishOptions{TTL: m.ttl, LowPriority: true}
+				_, err := t.h.opts.Messages.Publish(t.ctx, t.h.opts.Topic, m.stream, m.payload, opts)
 				switch {
 				case err == nil:
+				case errors.Is(err, client.ErrTooManyMessages) && !crowded:
+					crowded = true
+					if err := t.makeRoom(); err != nil {
+						t.h.log.WarnContext(t.ctx, "cannot make room for changes", slog.Any("error", err))
+					}
+					continue
 				case errors.Is(err, client.ErrTooManyMessages), errors.Is(err, client.ErrMessageTooLarge), errors.Is(err, client.ErrInvalidArgument):
 					t.h.log.ErrorContext(t.ctx, "change not told to other replicas", slog.Any("error", err))
 				case errors.Is(err, client.ErrSessionNotFound):
@@ -245,6 +261,46 @@ func (t *topic) send() {
 			return
 		}
 	}
+}
+
+// makeRoom removes from the store what replicas hardly need any more: all changes but the last ones, which each has long
+// heard unless it is cut off, and the many announcements of resources, once a few say the same.
+func (t *topic) makeRoom() error {
+	if err := t.h.opts.Messages.Trim(t.ctx, t.h.opts.Topic, eventStream, math.MaxInt64, keptEvents); err != nil {
+		return err
+	}
+	t.mu.Lock()
+	through := t.position // what other replicas announced later stays
+	uris := map[string]int{}
+	for uri, until := range t.uris {
+		if left := int(time.Until(until) / time.Second); left > 0 {
+			uris[uri] = left
+		}
+	}
+	t.mu.Unlock()
+	for _, payload := range announcements(uris) {
+		if _, err := t.h.opts.Messages.Publish(t.ctx, t.h.opts.Topic, uriStream, payload, client.PublishOptions{TTL: t.uriTTL()}); err != nil {
+			return err
+		}
+	}
+	return t.h.opts.Messages.Trim(t.ctx, t.h.opts.Topic, uriStream, through, 0)
+}
+
+// announcements are the messages for some resources.
+func announcements(uris map[string]int) [][]byte {
+	var payloads [][]byte
+	part, size := map[string]int{}, 0
+	for uri, seconds := range uris {
+		part[uri] = seconds
+		if size += len(uri); size > maxAnnounced {
+			payloads = append(payloads, marshal(part))
+			part, size = map[string]int{}, 0
+		}
+	}
+	if len(part) > 0 {
+		payloads = append(payloads, marshal(part))
+	}
+	return payloads
 }
 
 // publish queues a message. It never waits: the SDK calls it while it holds up others.
@@ -294,36 +350,50 @@ func (t *topic) now() uint64 {
 	return t.position
 }
 
+// uriTTL is how long a resource stays announced.
+func (t *topic) uriTTL() time.Duration { return min(t.h.opts.SessionTTL*4/3, client.MaxMessageTTL) }
+
 // announce sees to it that every replica is subscribed to the resources, for the sessions' TTL at least. It costs a commit
-// at most once per third of that and resource, whoever asks.
+// at most once per quarter of that and resource, whoever asks.
 func (t *topic) announce(uris ...string) {
-	ttl := min(t.h.opts.SessionTTL*4/3, client.MaxMessageTTL)
+	ttl := t.uriTTL()
+	due := map[string]int{}
+	t.mu.Lock()
 	for _, uri := range uris {
-		t.mu.Lock()
-		fresh := time.Until(t.uris[uri]) > ttl*3/4
-		if !fresh {
-			t.announced(uri)
+		if time.Until(t.uris[uri]) <= ttl*3/4 {
+			due[uri] = int((ttl + time.Second - 1) / time.Second)
 		}
-		t.mu.Unlock()
-		if !fresh {
-			t.publish(topicMessage{stream: uriStream, payload: []byte(uri), ttl: ttl})
-		}
+	}
+	t.announced(due)
+	t.mu.Unlock()
+	for _, payload := range announcements(due) {
+		t.publish(topicMessage{stream: uriStream, payload: payload, ttl: ttl})
 	}
 }
 
 // announced is called with the lock held.
-func (t *topic) announced(uri string) {
-	_, known := t.uris[uri]
-	t.uris[uri] = time.Now().Add(min(t.h.opts.SessionTTL*4/3, client.MaxMessageTTL))
-	if known {
-		return
+func (t *topic) announced(uris map[string]int) {
+	now := time.Now()
+	fresh := false
+	for uri, seconds := range uris {
+		until := now.Add(min(time.Duration(seconds)*time.Second, client.MaxMessageTTL))
+		before, known := t.uris[uri]
+		if until.After(before) {
+			t.uris[uri] = until
+		}
+		if !known {
+			fresh = true
+			for _, h := range t.hubs {
+				h.subscribe(uri)
+			}
+		}
 	}
-	for _, h := range t.hubs {
-		h.subscribe(uri)
+	if !fresh {
+		return
 	}
 	// As good a time as any to forget those that nobody renews.
 	for uri, until := range t.uris {
-		if time.Now().After(until) {
+		if now.After(until) {
 			delete(t.uris, uri)
 			for _, h := range t.hubs {
 				h.unsubscribe(uri)

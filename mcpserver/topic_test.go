@@ -163,3 +163,33 @@ func TestF18TopicIsNoSession(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// F12: more resources and more changes than a session may store messages: all are told, and a replica that joins late hears of
+// all subscriptions.
+func TestF12MoreThanIsStored(t *testing.T) {
+	const n = maxStored + 200
+	r := newReplicas(t, 2, nil)
+	id := r.openWith("2025-03-26", `{}`)
+	var batch []string
+	for i := range n {
+		batch = append(batch, fmt.Sprintf(`{"jsonrpc":"2.0","id":%d,"method":"resources/subscribe","params":{"uri":"test://%d"}}`, i, i))
+	}
+	if a := r.post(id, "["+strings.Join(batch, ",")+"]"); a.status != 200 || strings.Count(a.body, `"result":{}`) != n {
+		t.Fatalf("subscribe: %d %.200s", a.status, a.body)
+	}
+	s := r.requestTo(0, http.MethodGet, id, "")
+	r.join(t, nil)
+	r.eventually(func() bool {
+		return r.subscribers(2, "test://0") == 1 && r.subscribers(2, fmt.Sprintf("test://%d", n-1)) == 1
+	})
+
+	told := map[string]int{}
+	for i := range n {
+		r.updated(2, fmt.Sprintf("test://%d", i))
+		params, _ := s.event()["params"].(map[string]any)
+		told[fmt.Sprint(params["uri"])]++
+	}
+	if len(told) != n {
+		t.Errorf("%d of %d changes were told", len(told), n)
+	}
+}

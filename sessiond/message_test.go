@@ -200,6 +200,74 @@ func TestStoredLimits(t *testing.T) {
 	})
 }
 
+// M4: messages of low priority leave half of the room to others, by number and by size.
+func TestLowPriority(t *testing.T) {
+	onBoth(t, func(t *testing.T, c cluster) {
+		n := c.start(t, 1)[0]
+		low := func(id, payload string) error {
+			_, err := n.messages.Publish(t.Context(), &sessiondv1.PublishRequest{SessionId: id, Stream: "s", Payload: []byte(payload), LowPriority: true})
+			return err
+		}
+		id := n.create(t, "")
+		for range 500 {
+			if err := low(id, "x"); err != nil {
+				t.Fatal(err)
+			}
+		}
+		wantReason(t, low(id, "x"), codes.ResourceExhausted, "TOO_MANY_MESSAGES")
+		n.publish(t, id, "s", "x")
+
+		large, four := n.create(t, ""), string(make([]byte, 4<<20))
+		for range 2 {
+			if err := low(large, four); err != nil {
+				t.Fatal(err)
+			}
+		}
+		wantReason(t, low(large, "x"), codes.ResourceExhausted, "TOO_MANY_MESSAGES")
+		n.publish(t, large, "s", four)
+	})
+}
+
+// M3: retained messages live for the new TTL, those of that stream only, and none is delivered again.
+func TestRetain(t *testing.T) {
+	t.Parallel()
+	onBoth(t, func(t *testing.T, c cluster) {
+		n := c.start(t, 1)[0]
+		id := n.create(t, "")
+		running := n.subscribe(t, id, 0, "s")
+		publish := func(stream, payload string, ttl float64) {
+			if _, err := n.messages.Publish(t.Context(), &sessiondv1.PublishRequest{SessionId: id, Stream: stream, Payload: []byte(payload), Ttl: seconds(ttl)}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		retain := func(stream string, ttl float64) {
+			if _, err := n.messages.Retain(t.Context(), &sessiondv1.RetainRequest{SessionId: id, Stream: stream, Ttl: seconds(ttl)}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		publish("s", "short", 1)
+		publish("s", string(make([]byte, 2<<20)), 1)
+		publish("s", "long", 3600)
+		running.next(t, 3)
+		retain("s", 60)
+		publish("other", "1", 3600)
+		retain("other", 1)
+		publish("s", "new", 60)
+		if again := running.next(t, 1); string(again[0].GetPayload()) != "new" {
+			t.Errorf("delivered after the retain: %v", again)
+		}
+		eventually(t, 8*time.Second, "the other stream's message is gone", func() bool {
+			sub := n.subscribe(t, id, 0, "other")
+			defer sub.cancel()
+			resp, err := sub.Recv()
+			return err == nil && len(resp.GetMessages()) == 0
+		})
+		if left := n.subscribe(t, id, 0, "s").next(t, 4); string(left[0].GetPayload()) != "short" || len(left[1].GetPayload()) != 2<<20 {
+			t.Errorf("left: %.100v", left)
+		}
+	})
+}
+
 // Trim removes one stream's messages up to a position, those only, and counts them.
 func TestTrim(t *testing.T) {
 	onBoth(t, func(t *testing.T, c cluster) {
@@ -209,10 +277,10 @@ func TestTrim(t *testing.T) {
 		n.publish(t, id, "other", "1")
 		second := n.publish(t, id, "s", string(make([]byte, 2<<20)))
 		n.publish(t, id, "s", "3")
-		for _, want := range []uint32{2, 0} {
-			resp, err := n.messages.Trim(t.Context(), &sessiondv1.TrimRequest{SessionId: id, Stream: "s", ThroughPosition: second})
-			if err != nil || resp.GetRemoved() != want {
-				t.Errorf("trim: %v, %v", resp, err)
+		for _, step := range []struct{ keep, want uint32 }{{2, 0}, {1, 1}, {0, 1}, {0, 0}} {
+			resp, err := n.messages.Trim(t.Context(), &sessiondv1.TrimRequest{SessionId: id, Stream: "s", ThroughPosition: second, Keep: step.keep})
+			if err != nil || resp.GetRemoved() != step.want {
+				t.Errorf("trim but for %d: %v, %v", step.keep, resp, err)
 			}
 		}
 		left := n.subscribe(t, id, 0, "s", "other").next(t, 2)

@@ -201,6 +201,10 @@ func TestOutage(t *testing.T) {
 					_, err := n.messages.Trim(ctx, &sessiondv1.TrimRequest{SessionId: id, Stream: "s"})
 					return err
 				},
+				"retain": func(ctx context.Context) error {
+					_, err := n.messages.Retain(ctx, &sessiondv1.RetainRequest{SessionId: id, Stream: "s"})
+					return err
+				},
 				"waiting acquire":      func(context.Context) error { return (<-waiting).err },
 				"running subscription": func(context.Context) error { _, err := sub.Recv(); return err },
 			}

@@ -89,6 +89,10 @@ func TestDestroyed(t *testing.T) {
 				_, err := n.messages.Trim(ctx, &sessiondv1.TrimRequest{SessionId: id, Stream: "s"})
 				return err
 			},
+			"retain": func(ctx context.Context) error {
+				_, err := n.messages.Retain(ctx, &sessiondv1.RetainRequest{SessionId: id, Stream: "s"})
+				return err
+			},
 			"subscribe": func(ctx context.Context) error {
 				sub, err := n.messages.Subscribe(ctx, &sessiondv1.SubscribeRequest{SessionId: id, Streams: []string{"s"}})
 				if err == nil {

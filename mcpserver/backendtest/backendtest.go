@@ -275,10 +275,20 @@ func checkMessages(t *testing.T, b Backend) {
 	if got := take(t, b, id, second, 1, "c", "a"); !slices.Equal(got, []string{"c=4"}) {
 		t.Errorf("after %d: %v", second, got)
 	}
-	want(t, "trim", b.Messages.Trim(t.Context(), id, "a", second), nil)
+	want(t, "trim", b.Messages.Trim(t.Context(), id, "a", second, 0), nil)
 	if got := take(t, b, id, 0, 2, "a", "b", "c"); !slices.Equal(got, []string{"b=2", "c=4"}) {
 		t.Errorf("after the trim: %v", got)
 	}
+	for range 3 {
+		publish(t, b, id, "kept", "x")
+	}
+	newest := publish(t, b, id, "kept", "y")
+	want(t, "retain", b.Messages.Retain(t.Context(), id, "kept", 2*time.Minute), nil)
+	want(t, "trim of all but two", b.Messages.Trim(t.Context(), id, "kept", newest, 2), nil)
+	if got := take(t, b, id, 0, 2, "kept"); !slices.Equal(got, []string{"kept=x", "kept=y"}) {
+		t.Errorf("after the trim of all but two: %v", got)
+	}
+	want(t, "retain of what is not there", b.Messages.Retain(t.Context(), rand.Text(), "a", time.Minute), client.ErrSessionNotFound)
 	large := bytes.Repeat([]byte("x"), 4<<20)
 	if _, err := b.Messages.Publish(t.Context(), id, "d", large, client.PublishOptions{TTL: time.Minute}); err != nil {
 		t.Errorf("publish 4 MiB: %v", err)

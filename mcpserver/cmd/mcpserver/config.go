@@ -11,7 +11,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/sessiond/sessiond/client"
 	"github.com/sessiond/sessiond/mcpserver"
 )
 
@@ -65,7 +64,7 @@ func parseConfig(args []string, getenv func(string) string, stdout io.Writer) (c
 	flags.DurationVar(&c.lockTTL, "lock-ttl", mcpserver.DefaultLockTTL, "how long one request may hold the lock")
 	flags.DurationVar(&c.sessionTTL, "session-ttl", mcpserver.DefaultSessionTTL, "how long a session lives after its last use")
 	flags.DurationVar(&c.askTimeout, "ask-timeout", mcpserver.DefaultAskTimeout, "how long a tool waits for the client's answer")
-	flags.DurationVar(&c.history, "history", 0, "how long each event of a stream is kept for resumption; 0 switches it off, a commit per event otherwise")
+	flags.DurationVar(&c.history, "history", 0, "how long a stream's events are kept for resumption after its last one; 0 switches it off, a commit per event otherwise")
 	flags.BoolVar(&c.json, "json", false, "prefer JSON answers to streams")
 	flags.BoolVar(&c.everything, "everything", false, "add what the official conformance suite expects")
 	flags.StringVar(&c.hosts, "allowed-hosts", "", "names that a proxy on this machine may pass on in Host: `host[,...]`")
@@ -145,8 +144,8 @@ func (c config) validate() error {
 			}
 		}
 	}
-	if c.history != 0 && (c.history < mcpserver.MinTTL || c.history > client.MaxMessageTTL) {
-		errs = append(errs, fmt.Errorf("--history %s: want 0 or %s to %s", c.history, mcpserver.MinTTL, client.MaxMessageTTL))
+	if c.history != 0 && (c.history < mcpserver.MinTTL || c.history > mcpserver.MaxHistory) {
+		errs = append(errs, fmt.Errorf("--history %s: want 0 or %s to %s", c.history, mcpserver.MinTTL, mcpserver.MaxHistory))
 	}
 	if c.sessiond == sessiondEmbedded && c.dataDir == "" {
 		errs = append(errs, errors.New("--data-dir is empty: want a folder for the embedded sessiond"))

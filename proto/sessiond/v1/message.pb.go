@@ -99,7 +99,10 @@ type PublishRequest struct {
 	Ttl *durationpb.Duration `protobuf:"bytes,4,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	// Names the request: a retry carries the same one and does not append again while the first is stored. 1 to 128
 	// visible ASCII characters. Unset: the service makes one, and the call must not be retried.
-	RequestId     string `protobuf:"bytes,5,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	RequestId string `protobuf:"bytes,5,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// Whether the message gives way to others: it is refused when half of the session's room for messages is taken, so that
+	// the other half is there for what must get through.
+	LowPriority   bool `protobuf:"varint,6,opt,name=low_priority,json=lowPriority,proto3" json:"low_priority,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -167,6 +170,13 @@ func (x *PublishRequest) GetRequestId() string {
 		return x.RequestId
 	}
 	return ""
+}
+
+func (x *PublishRequest) GetLowPriority() bool {
+	if x != nil {
+		return x.LowPriority
+	}
+	return false
 }
 
 // PublishResponse answers Publish.
@@ -344,8 +354,10 @@ type TrimRequest struct {
 	Stream string `protobuf:"bytes,2,opt,name=stream,proto3" json:"stream,omitempty"`
 	// The position up to which, inclusive, messages are removed.
 	ThroughPosition uint64 `protobuf:"varint,3,opt,name=through_position,json=throughPosition,proto3" json:"through_position,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// How many of these stay nevertheless: the newest ones.
+	Keep          uint32 `protobuf:"varint,4,opt,name=keep,proto3" json:"keep,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *TrimRequest) Reset() {
@@ -399,6 +411,13 @@ func (x *TrimRequest) GetThroughPosition() uint64 {
 	return 0
 }
 
+func (x *TrimRequest) GetKeep() uint32 {
+	if x != nil {
+		return x.Keep
+	}
+	return 0
+}
+
 // TrimResponse answers Trim.
 type TrimResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -445,6 +464,107 @@ func (x *TrimResponse) GetRemoved() uint32 {
 	return 0
 }
 
+// RetainRequest asks to keep stored messages for another TTL.
+type RetainRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The session's id.
+	SessionId string `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
+	// The stream's name.
+	Stream string `protobuf:"bytes,2,opt,name=stream,proto3" json:"stream,omitempty"`
+	// For how long from now, at least: 1 s to 24 hours, in whole milliseconds. Unset: 5 minutes.
+	Ttl           *durationpb.Duration `protobuf:"bytes,3,opt,name=ttl,proto3" json:"ttl,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RetainRequest) Reset() {
+	*x = RetainRequest{}
+	mi := &file_sessiond_v1_message_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RetainRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RetainRequest) ProtoMessage() {}
+
+func (x *RetainRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_message_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RetainRequest.ProtoReflect.Descriptor instead.
+func (*RetainRequest) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_message_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *RetainRequest) GetSessionId() string {
+	if x != nil {
+		return x.SessionId
+	}
+	return ""
+}
+
+func (x *RetainRequest) GetStream() string {
+	if x != nil {
+		return x.Stream
+	}
+	return ""
+}
+
+func (x *RetainRequest) GetTtl() *durationpb.Duration {
+	if x != nil {
+		return x.Ttl
+	}
+	return nil
+}
+
+// RetainResponse answers Retain.
+type RetainResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RetainResponse) Reset() {
+	*x = RetainResponse{}
+	mi := &file_sessiond_v1_message_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RetainResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RetainResponse) ProtoMessage() {}
+
+func (x *RetainResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_message_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RetainResponse.ProtoReflect.Descriptor instead.
+func (*RetainResponse) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_message_proto_rawDescGZIP(), []int{8}
+}
+
 var File_sessiond_v1_message_proto protoreflect.FileDescriptor
 
 const file_sessiond_v1_message_proto_rawDesc = "" +
@@ -453,7 +573,7 @@ const file_sessiond_v1_message_proto_rawDesc = "" +
 	"\aMessage\x12\x16\n" +
 	"\x06stream\x18\x01 \x01(\tR\x06stream\x12\x1a\n" +
 	"\bposition\x18\x02 \x01(\x04R\bposition\x12\x18\n" +
-	"\apayload\x18\x03 \x01(\fR\apayload\"\xad\x01\n" +
+	"\apayload\x18\x03 \x01(\fR\apayload\"\xd0\x01\n" +
 	"\x0ePublishRequest\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\tR\tsessionId\x12\x16\n" +
@@ -461,7 +581,8 @@ const file_sessiond_v1_message_proto_rawDesc = "" +
 	"\apayload\x18\x03 \x01(\fR\apayload\x12+\n" +
 	"\x03ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x05 \x01(\tR\trequestId\"-\n" +
+	"request_id\x18\x05 \x01(\tR\trequestId\x12!\n" +
+	"\flow_priority\x18\x06 \x01(\bR\vlowPriority\"-\n" +
 	"\x0fPublishResponse\x12\x1a\n" +
 	"\bposition\x18\x01 \x01(\x04R\bposition\"r\n" +
 	"\x10SubscribeRequest\x12\x1d\n" +
@@ -471,18 +592,26 @@ const file_sessiond_v1_message_proto_rawDesc = "" +
 	"\x0eafter_position\x18\x03 \x01(\x04R\rafterPosition\"a\n" +
 	"\x11SubscribeResponse\x120\n" +
 	"\bmessages\x18\x01 \x03(\v2\x14.sessiond.v1.MessageR\bmessages\x12\x1a\n" +
-	"\bposition\x18\x02 \x01(\x04R\bposition\"o\n" +
+	"\bposition\x18\x02 \x01(\x04R\bposition\"\x83\x01\n" +
 	"\vTrimRequest\x12\x1d\n" +
 	"\n" +
 	"session_id\x18\x01 \x01(\tR\tsessionId\x12\x16\n" +
 	"\x06stream\x18\x02 \x01(\tR\x06stream\x12)\n" +
-	"\x10through_position\x18\x03 \x01(\x04R\x0fthroughPosition\"(\n" +
+	"\x10through_position\x18\x03 \x01(\x04R\x0fthroughPosition\x12\x12\n" +
+	"\x04keep\x18\x04 \x01(\rR\x04keep\"(\n" +
 	"\fTrimResponse\x12\x18\n" +
-	"\aremoved\x18\x01 \x01(\rR\aremoved2\xe1\x01\n" +
+	"\aremoved\x18\x01 \x01(\rR\aremoved\"s\n" +
+	"\rRetainRequest\x12\x1d\n" +
+	"\n" +
+	"session_id\x18\x01 \x01(\tR\tsessionId\x12\x16\n" +
+	"\x06stream\x18\x02 \x01(\tR\x06stream\x12+\n" +
+	"\x03ttl\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\"\x10\n" +
+	"\x0eRetainResponse2\xa4\x02\n" +
 	"\x0eMessageService\x12D\n" +
 	"\aPublish\x12\x1b.sessiond.v1.PublishRequest\x1a\x1c.sessiond.v1.PublishResponse\x12L\n" +
 	"\tSubscribe\x12\x1d.sessiond.v1.SubscribeRequest\x1a\x1e.sessiond.v1.SubscribeResponse0\x01\x12;\n" +
-	"\x04Trim\x12\x18.sessiond.v1.TrimRequest\x1a\x19.sessiond.v1.TrimResponseB;Z9github.com/sessiond/sessiond/proto/sessiond/v1;sessiondv1b\x06proto3"
+	"\x04Trim\x12\x18.sessiond.v1.TrimRequest\x1a\x19.sessiond.v1.TrimResponse\x12A\n" +
+	"\x06Retain\x12\x1a.sessiond.v1.RetainRequest\x1a\x1b.sessiond.v1.RetainResponseB;Z9github.com/sessiond/sessiond/proto/sessiond/v1;sessiondv1b\x06proto3"
 
 var (
 	file_sessiond_v1_message_proto_rawDescOnce sync.Once
@@ -496,7 +625,7 @@ func file_sessiond_v1_message_proto_rawDescGZIP() []byte {
 	return file_sessiond_v1_message_proto_rawDescData
 }
 
-var file_sessiond_v1_message_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_sessiond_v1_message_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_sessiond_v1_message_proto_goTypes = []any{
 	(*Message)(nil),             // 0: sessiond.v1.Message
 	(*PublishRequest)(nil),      // 1: sessiond.v1.PublishRequest
@@ -505,22 +634,27 @@ var file_sessiond_v1_message_proto_goTypes = []any{
 	(*SubscribeResponse)(nil),   // 4: sessiond.v1.SubscribeResponse
 	(*TrimRequest)(nil),         // 5: sessiond.v1.TrimRequest
 	(*TrimResponse)(nil),        // 6: sessiond.v1.TrimResponse
-	(*durationpb.Duration)(nil), // 7: google.protobuf.Duration
+	(*RetainRequest)(nil),       // 7: sessiond.v1.RetainRequest
+	(*RetainResponse)(nil),      // 8: sessiond.v1.RetainResponse
+	(*durationpb.Duration)(nil), // 9: google.protobuf.Duration
 }
 var file_sessiond_v1_message_proto_depIdxs = []int32{
-	7, // 0: sessiond.v1.PublishRequest.ttl:type_name -> google.protobuf.Duration
+	9, // 0: sessiond.v1.PublishRequest.ttl:type_name -> google.protobuf.Duration
 	0, // 1: sessiond.v1.SubscribeResponse.messages:type_name -> sessiond.v1.Message
-	1, // 2: sessiond.v1.MessageService.Publish:input_type -> sessiond.v1.PublishRequest
-	3, // 3: sessiond.v1.MessageService.Subscribe:input_type -> sessiond.v1.SubscribeRequest
-	5, // 4: sessiond.v1.MessageService.Trim:input_type -> sessiond.v1.TrimRequest
-	2, // 5: sessiond.v1.MessageService.Publish:output_type -> sessiond.v1.PublishResponse
-	4, // 6: sessiond.v1.MessageService.Subscribe:output_type -> sessiond.v1.SubscribeResponse
-	6, // 7: sessiond.v1.MessageService.Trim:output_type -> sessiond.v1.TrimResponse
-	5, // [5:8] is the sub-list for method output_type
-	2, // [2:5] is the sub-list for method input_type
-	2, // [2:2] is the sub-list for extension type_name
-	2, // [2:2] is the sub-list for extension extendee
-	0, // [0:2] is the sub-list for field type_name
+	9, // 2: sessiond.v1.RetainRequest.ttl:type_name -> google.protobuf.Duration
+	1, // 3: sessiond.v1.MessageService.Publish:input_type -> sessiond.v1.PublishRequest
+	3, // 4: sessiond.v1.MessageService.Subscribe:input_type -> sessiond.v1.SubscribeRequest
+	5, // 5: sessiond.v1.MessageService.Trim:input_type -> sessiond.v1.TrimRequest
+	7, // 6: sessiond.v1.MessageService.Retain:input_type -> sessiond.v1.RetainRequest
+	2, // 7: sessiond.v1.MessageService.Publish:output_type -> sessiond.v1.PublishResponse
+	4, // 8: sessiond.v1.MessageService.Subscribe:output_type -> sessiond.v1.SubscribeResponse
+	6, // 9: sessiond.v1.MessageService.Trim:output_type -> sessiond.v1.TrimResponse
+	8, // 10: sessiond.v1.MessageService.Retain:output_type -> sessiond.v1.RetainResponse
+	7, // [7:11] is the sub-list for method output_type
+	3, // [3:7] is the sub-list for method input_type
+	3, // [3:3] is the sub-list for extension type_name
+	3, // [3:3] is the sub-list for extension extendee
+	0, // [0:3] is the sub-list for field type_name
 }
 
 func init() { file_sessiond_v1_message_proto_init() }
@@ -534,7 +668,7 @@ func file_sessiond_v1_message_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_sessiond_v1_message_proto_rawDesc), len(file_sessiond_v1_message_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

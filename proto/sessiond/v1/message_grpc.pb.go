@@ -22,6 +22,7 @@ const (
 	MessageService_Publish_FullMethodName   = "/sessiond.v1.MessageService/Publish"
 	MessageService_Subscribe_FullMethodName = "/sessiond.v1.MessageService/Subscribe"
 	MessageService_Trim_FullMethodName      = "/sessiond.v1.MessageService/Trim"
+	MessageService_Retain_FullMethodName    = "/sessiond.v1.MessageService/Retain"
 )
 
 // MessageServiceClient is the client API for MessageService service.
@@ -36,7 +37,7 @@ const (
 // their session and at most their own TTL.
 //
 // A session stores at most 1,000 messages and 16 MiB of them; publishers at the same moment can exceed that by a message
-// each.
+// each. Messages of low priority are refused already when half of that is taken.
 //
 // Any method may also return INVALID_ARGUMENT, BACKEND_UNAVAILABLE (within 3 s), SHUTTING_DOWN and INTERNAL.
 type MessageServiceClient interface {
@@ -54,6 +55,10 @@ type MessageServiceClient interface {
 	// nothing to remove; one if that is up to 100 messages or all that the stream has, else one for each 100. Idempotent.
 	// Reasons: SESSION_NOT_FOUND.
 	Trim(ctx context.Context, in *TrimRequest, opts ...grpc.CallOption) (*TrimResponse, error)
+	// Retain gives the messages that a stream stores at this moment another TTL, from now on, be it longer or shorter than
+	// what was left of theirs. No commit if it stores none, else one for each 100 messages. Idempotent.
+	// Reasons: SESSION_NOT_FOUND.
+	Retain(ctx context.Context, in *RetainRequest, opts ...grpc.CallOption) (*RetainResponse, error)
 }
 
 type messageServiceClient struct {
@@ -103,6 +108,16 @@ func (c *messageServiceClient) Trim(ctx context.Context, in *TrimRequest, opts .
 	return out, nil
 }
 
+func (c *messageServiceClient) Retain(ctx context.Context, in *RetainRequest, opts ...grpc.CallOption) (*RetainResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(RetainResponse)
+	err := c.cc.Invoke(ctx, MessageService_Retain_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // MessageServiceServer is the server API for MessageService service.
 // All implementations must embed UnimplementedMessageServiceServer
 // for forward compatibility.
@@ -115,7 +130,7 @@ func (c *messageServiceClient) Trim(ctx context.Context, in *TrimRequest, opts .
 // their session and at most their own TTL.
 //
 // A session stores at most 1,000 messages and 16 MiB of them; publishers at the same moment can exceed that by a message
-// each.
+// each. Messages of low priority are refused already when half of that is taken.
 //
 // Any method may also return INVALID_ARGUMENT, BACKEND_UNAVAILABLE (within 3 s), SHUTTING_DOWN and INTERNAL.
 type MessageServiceServer interface {
@@ -133,6 +148,10 @@ type MessageServiceServer interface {
 	// nothing to remove; one if that is up to 100 messages or all that the stream has, else one for each 100. Idempotent.
 	// Reasons: SESSION_NOT_FOUND.
 	Trim(context.Context, *TrimRequest) (*TrimResponse, error)
+	// Retain gives the messages that a stream stores at this moment another TTL, from now on, be it longer or shorter than
+	// what was left of theirs. No commit if it stores none, else one for each 100 messages. Idempotent.
+	// Reasons: SESSION_NOT_FOUND.
+	Retain(context.Context, *RetainRequest) (*RetainResponse, error)
 	mustEmbedUnimplementedMessageServiceServer()
 }
 
@@ -151,6 +170,9 @@ func (UnimplementedMessageServiceServer) Subscribe(*SubscribeRequest, grpc.Serve
 }
 func (UnimplementedMessageServiceServer) Trim(context.Context, *TrimRequest) (*TrimResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Trim not implemented")
+}
+func (UnimplementedMessageServiceServer) Retain(context.Context, *RetainRequest) (*RetainResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Retain not implemented")
 }
 func (UnimplementedMessageServiceServer) mustEmbedUnimplementedMessageServiceServer() {}
 func (UnimplementedMessageServiceServer) testEmbeddedByValue()                        {}
@@ -220,6 +242,24 @@ func _MessageService_Trim_Handler(srv interface{}, ctx context.Context, dec func
 	return interceptor(ctx, in, info, handler)
 }
 
+func _MessageService_Retain_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(RetainRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(MessageServiceServer).Retain(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: MessageService_Retain_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(MessageServiceServer).Retain(ctx, req.(*RetainRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // MessageService_ServiceDesc is the grpc.ServiceDesc for MessageService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -234,6 +274,10 @@ var MessageService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Trim",
 			Handler:    _MessageService_Trim_Handler,
+		},
+		{
+			MethodName: "Retain",
+			Handler:    _MessageService_Retain_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -115,7 +115,7 @@ func TestCommits(t *testing.T) {
 			}
 		}},
 		{"trim of nothing", 0, func() {
-			if _, err := s.messages.Trim(t.Context(), id, "other", 1<<60); err != nil {
+			if _, err := s.messages.Trim(t.Context(), id, "other", 1<<60, 0); err != nil {
 				t.Fatal(err)
 			}
 		}},
@@ -139,9 +139,20 @@ func TestCommits(t *testing.T) {
 			t.Errorf("%d commits, want 3", got)
 		}
 	})
+	for stream, want := range map[string]int{"s": 1, "none": 0} {
+		t.Run("retain", func(t *testing.T) {
+			if got := commits(t, func() {
+				if err := s.messages.Retain(t.Context(), id, stream, message.MaxTTL); err != nil {
+					t.Fatal(err)
+				}
+			}, s.store); got != want {
+				t.Errorf("%d commits, want %d", got, want)
+			}
+		})
+	}
 	t.Run("trim", func(t *testing.T) {
 		if got := commits(t, func() {
-			if removed, err := s.messages.Trim(t.Context(), id, "s", 1<<60); err != nil || removed != n+2 {
+			if removed, err := s.messages.Trim(t.Context(), id, "s", 1<<60, 0); err != nil || removed != n+2 {
 				t.Errorf("trim: %d, %v", removed, err)
 			}
 		}, s.store); got != 1 {

@@ -170,7 +170,7 @@ func (h *hub) onMessage(ev *clientv3.Event) {
 	key := string(ev.Kv.Key)
 	_, sessionID, _ := h.keys.kind(key)
 	p, ok := h.keys.part(key)
-	if !ok || !p.last {
+	if !ok || !p.last || !ev.IsCreate() { // others are moved to another lease
 		return
 	}
 	h.mu.Lock()

@@ -181,11 +181,11 @@ func TestStoredMessages(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	removed, err := s.messages.Trim(t.Context(), id, "s", uint64(resp.Kvs[0].CreateRevision))
+	removed, err := s.messages.Trim(t.Context(), id, "s", uint64(resp.Kvs[0].CreateRevision), 0)
 	if err != nil || removed < 500 || removed > 700 {
 		t.Errorf("trim: %d, %v", removed, err)
 	}
-	rest, err := s.messages.Trim(t.Context(), id, "s", 1<<60)
+	rest, err := s.messages.Trim(t.Context(), id, "s", 1<<60, 0)
 	if err != nil || removed+rest != message.MaxStored {
 		t.Errorf("trim: %d, %v", rest, err)
 	}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"time"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -102,7 +103,8 @@ func (s *Store) Publish(ctx context.Context, p message.Publish) (uint64, error) 
 
 // checkRoom checks the limits of what a session stores, given the number of its message keys.
 func (s *Store) checkRoom(ctx context.Context, p message.Publish, born int64, stored int) error {
-	if stored < message.MaxStored && stored*chunkBytes+len(p.Payload) <= message.MaxStoredBytes {
+	most, mostBytes := p.Room()
+	if stored < most && stored*chunkBytes+len(p.Payload) <= mostBytes {
 		return nil
 	}
 	resp, err := s.kv.Get(ctx, s.keys.messages(p.Session), clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithMinCreateRev(born+1))
@@ -119,10 +121,10 @@ func (s *Store) checkRoom(ctx context.Context, p message.Publish, born int64, st
 		}
 	}
 	switch {
-	case count >= message.MaxStored:
-		return &message.TooManyError{Limit: message.MaxStored}
-	case size > message.MaxStoredBytes:
-		return &message.TooManyError{Limit: message.MaxStoredBytes, Bytes: true}
+	case count >= most:
+		return &message.TooManyError{Limit: most}
+	case size > mostBytes:
+		return &message.TooManyError{Limit: mostBytes, Bytes: true}
 	}
 	return nil
 }
@@ -135,7 +137,7 @@ func (s *Store) room(ctx context.Context, err error) error {
 }
 
 // Trim implements message.Store.
-func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint64) (int, error) {
+func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint64, keep int) (int, error) {
 	octx, cancel := s.op(ctx)
 	defer cancel()
 	prefix := s.keys.stream(sessionID, stream)
@@ -152,14 +154,19 @@ func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint
 	}
 
 	// What goes: complete messages up to the position. Chunks of a message that is being published stay.
-	gone := map[string]bool{}
+	var due []pushed
 	for _, kv := range all.Kvs {
 		if part, ok := s.keys.part(string(kv.Key)); ok && part.last && uint64(kv.CreateRevision) <= through {
-			gone[part.prefix] = true
+			due = append(due, pushed{part: part, revision: kv.CreateRevision})
 		}
 	}
-	if len(gone) == 0 {
+	if len(due) <= keep {
 		return 0, nil
+	}
+	slices.SortFunc(due, byRevision)
+	gone := map[string]bool{}
+	for _, d := range due[:len(due)-keep] {
+		gone[d.part.prefix] = true
 	}
 	var ops []clientv3.Op
 	whole := true
@@ -195,6 +202,52 @@ func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint
 	return len(gone), nil
 }
 
+// Retain implements message.Store. It moves the keys to another lease, without their values.
+func (s *Store) Retain(ctx context.Context, sessionID, stream string, ttl time.Duration) error {
+	for {
+		again, err := s.retain(ctx, sessionID, stream, ttl)
+		if err != nil || !again {
+			return err
+		}
+	}
+}
+
+func (s *Store) retain(ctx context.Context, sessionID, stream string, ttl time.Duration) (again bool, err error) {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	resp, err := s.kv.read(octx,
+		s.readSession(sessionID, false),
+		clientv3.OpGet(s.keys.stream(sessionID, stream), clientv3.WithPrefix(), clientv3.WithKeysOnly()),
+	)
+	if err != nil {
+		return false, s.fail(ctx, err)
+	}
+	sess, all := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange()
+	if len(sess.Kvs) == 0 {
+		return false, session.ErrNotFound
+	}
+	for part := range slices.Chunk(all.Kvs, maxTxnOps) {
+		cctx, cancel := s.op(ctx)
+		resp, _, err := s.withLease(cctx, ttl, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+			var cmps []clientv3.Cmp
+			var then []clientv3.Op
+			for _, kv := range part {
+				cmps = append(cmps, clientv3.Compare(clientv3.CreateRevision(string(kv.Key)), "=", kv.CreateRevision))
+				then = append(then, clientv3.OpPut(string(kv.Key), "", clientv3.WithIgnoreValue(), clientv3.WithLease(lease)))
+			}
+			return s.txn(cctx, cmps, then, nil)
+		})
+		cancel()
+		if err != nil {
+			return false, s.fail(ctx, err)
+		}
+		if !resp.Succeeded {
+			return true, nil // some went meanwhile
+		}
+	}
+	return false, nil
+}
+
 // feed implements message.Feed.
 type feed struct {
 	s       *Store
@@ -218,6 +271,8 @@ type pushed struct {
 	value    []byte
 	revision int64
 }
+
+func byRevision(a, b pushed) int { return cmp.Compare(a.revision, b.revision) }
 
 // Feed implements message.Store.
 func (s *Store) Feed(sessionID string, streams []string) message.Feed {
@@ -322,7 +377,7 @@ func (f *feed) Stored(ctx context.Context, after uint64, yield func(message.Batc
 			found = append(found, pushed{key: string(kv.Key), part: part, revision: kv.CreateRevision})
 		}
 	}
-	slices.SortFunc(found, func(a, b pushed) int { return cmp.Compare(a.revision, b.revision) })
+	slices.SortFunc(found, byRevision)
 
 	for {
 		size, n := 0, 0

@@ -148,7 +148,7 @@ func (s *subject) step(t *testing.T, r *rand.Rand) string {
 		return what + s.name(position)
 	default:
 		if flags == 0 {
-			removed, err := s.messages.Trim(ctx, id, stream, number)
+			removed, err := s.messages.Trim(ctx, id, stream, number, 0)
 			if err != nil {
 				return "trim: " + s.failure(err)
 			}

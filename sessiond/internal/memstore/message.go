@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"context"
 	"slices"
+	"time"
 
 	"github.com/sessiond/sessiond/sessiond/internal/message"
 	"github.com/sessiond/sessiond/sessiond/internal/session"
@@ -40,11 +41,12 @@ func (s *Store) Publish(ctx context.Context, p message.Publish) (uint64, error) 
 			return m.Position, nil
 		}
 	}
+	most, mostBytes := p.Room()
 	switch {
-	case len(rec.messages) >= message.MaxStored:
-		return 0, &message.TooManyError{Limit: message.MaxStored}
-	case rec.size+len(p.Payload) > message.MaxStoredBytes:
-		return 0, &message.TooManyError{Limit: message.MaxStoredBytes, Bytes: true}
+	case len(rec.messages) >= most:
+		return 0, &message.TooManyError{Limit: most}
+	case rec.size+len(p.Payload) > mostBytes:
+		return 0, &message.TooManyError{Limit: mostBytes, Bytes: true}
 	}
 	m := &stored{
 		Message: message.Message{Stream: p.Stream, Position: s.next(), Payload: bytes.Clone(p.Payload)},
@@ -77,7 +79,7 @@ func (s *Store) removeMessages(rec *record, match func(*stored) bool) int {
 }
 
 // Trim implements message.Store.
-func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint64) (int, error) {
+func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint64, keep int) (int, error) {
 	if ctx.Err() != nil {
 		return 0, context.Cause(ctx)
 	}
@@ -87,7 +89,39 @@ func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint
 	if rec == nil {
 		return 0, session.ErrNotFound
 	}
-	return s.removeMessages(rec, func(m *stored) bool { return m.Stream == stream && m.Position <= through }), nil
+	due := func(m *stored) bool { return m.Stream == stream && m.Position <= through }
+	count := -keep
+	for _, m := range rec.messages {
+		if due(m) {
+			count++
+		}
+	}
+	return s.removeMessages(rec, func(m *stored) bool {
+		if count <= 0 || !due(m) {
+			return false
+		}
+		count--
+		return true
+	}), nil
+}
+
+// Retain implements message.Store.
+func (s *Store) Retain(ctx context.Context, sessionID, stream string, ttl time.Duration) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	now := s.begin()
+	defer s.finish()
+	rec := s.sessions[sessionID]
+	if rec == nil {
+		return session.ErrNotFound
+	}
+	for _, m := range rec.messages {
+		if m.Stream == stream {
+			s.scheduleAt(&m.end, now.Add(ttl))
+		}
+	}
+	return nil
 }
 
 // feed implements message.Feed. What is pushed is a signal; the messages are read from where they are stored, so there

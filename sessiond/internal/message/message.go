@@ -64,8 +64,18 @@ type Publish struct {
 	Session, Stream string
 	Payload         []byte
 	TTL             time.Duration
+	// LowPriority leaves half of the session's room to others.
+	LowPriority bool
 	// Request names the request.
 	Request string
+}
+
+// Room is how many messages, and bytes of them, a session may store with this one.
+func (p Publish) Room() (messages, bytes int) {
+	if p.LowPriority {
+		return MaxStored / 2, MaxStoredBytes / 2
+	}
+	return MaxStored, MaxStoredBytes
 }
 
 // Batch is the next part of what a subscription delivers.
@@ -79,8 +89,10 @@ type Batch struct {
 type Store interface {
 	// Publish appends a message, or returns the position of the one of the same request.
 	Publish(ctx context.Context, p Publish) (uint64, error)
-	// Trim removes a stream's messages up to a position. It returns how many.
-	Trim(ctx context.Context, sessionID, stream string, through uint64) (int, error)
+	// Trim removes a stream's messages up to a position, but for the newest of these. It returns how many.
+	Trim(ctx context.Context, sessionID, stream string, through uint64, keep int) (int, error)
+	// Retain gives what a stream stores another TTL, from now on.
+	Retain(ctx context.Context, sessionID, stream string, ttl time.Duration) error
 	// Feed asks for what is published on streams of a session from now on. It must be closed.
 	Feed(sessionID string, streams []string) Feed
 	// Down is closed while the store cannot be reached.
@@ -126,9 +138,14 @@ func (s *Service) Publish(ctx context.Context, p Publish) (uint64, error) {
 	return s.store.Publish(ctx, p)
 }
 
-// Trim removes the stored messages of a stream up to a position.
-func (s *Service) Trim(ctx context.Context, sessionID, stream string, through uint64) (int, error) {
-	return s.store.Trim(ctx, sessionID, stream, through)
+// Trim removes the stored messages of a stream up to a position, but for the newest of these.
+func (s *Service) Trim(ctx context.Context, sessionID, stream string, through uint64, keep int) (int, error) {
+	return s.store.Trim(ctx, sessionID, stream, through, keep)
+}
+
+// Retain gives what a stream stores another TTL, from now on.
+func (s *Service) Retain(ctx context.Context, sessionID, stream string, ttl time.Duration) error {
+	return s.store.Retain(ctx, sessionID, stream, ttl)
 }
 
 // Subscribe gives deliver every message of the streams after a position, once and in order, until ctx or the session

@@ -213,11 +213,22 @@ func (s *messageService) Trim(ctx context.Context, r *sessiondv1.TrimRequest) (*
 	if err := checkTrim(r); err != nil {
 		return nil, err
 	}
-	removed, err := s.rules.Trim(ctx, r.GetSessionId(), r.GetStream(), r.GetThroughPosition())
+	removed, err := s.rules.Trim(ctx, r.GetSessionId(), r.GetStream(), r.GetThroughPosition(), int(r.GetKeep()))
 	if err != nil {
 		return nil, err
 	}
 	return &sessiondv1.TrimResponse{Removed: uint32(removed)}, nil
+}
+
+func (s *messageService) Retain(ctx context.Context, r *sessiondv1.RetainRequest) (*sessiondv1.RetainResponse, error) {
+	ttl, err := checkRetain(r)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.rules.Retain(ctx, r.GetSessionId(), r.GetStream(), ttl); err != nil {
+		return nil, err
+	}
+	return &sessiondv1.RetainResponse{}, nil
 }
 
 func toSession(s *session.Session) *sessiondv1.Session {

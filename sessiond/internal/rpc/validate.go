@@ -214,6 +214,8 @@ func checkPublish(r *sessiondv1.PublishRequest) (message.Publish, error) {
 		Payload: r.GetPayload(),
 		TTL:     c.duration("ttl", r.GetTtl(), message.DefaultTTL, message.MinTTL, message.MaxTTL),
 		Request: r.GetRequestId(),
+
+		LowPriority: r.GetLowPriority(),
 	}, c.err()
 }
 
@@ -240,4 +242,11 @@ func checkTrim(r *sessiondv1.TrimRequest) error {
 	c.name("session_id", r.GetSessionId(), false)
 	c.name("stream", r.GetStream(), false)
 	return c.err()
+}
+
+func checkRetain(r *sessiondv1.RetainRequest) (time.Duration, error) {
+	var c check
+	c.name("session_id", r.GetSessionId(), false)
+	c.name("stream", r.GetStream(), false)
+	return c.duration("ttl", r.GetTtl(), message.DefaultTTL, message.MinTTL, message.MaxTTL), c.err()
 }

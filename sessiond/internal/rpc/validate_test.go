@@ -105,6 +105,7 @@ func TestFields(t *testing.T) {
 		many[i] = strings.Repeat("s", i+1)
 	}
 	save := func(r *sessiondv1.SaveRequest) error { _, err := checkSave(r); return err }
+	retain := func(r *sessiondv1.RetainRequest) error { _, err := checkRetain(r); return err }
 	publish := func(r *sessiondv1.PublishRequest) error { _, err := checkPublish(r); return err }
 	try := func(r *sessiondv1.TryAcquireRequest) error { _, err := checkTryAcquire(r); return err }
 	hello := func(r *sessiondv1.AttachHello) error {
@@ -144,6 +145,7 @@ func TestFields(t *testing.T) {
 		{"subscribe to too many", checkSubscribe(&sessiondv1.SubscribeRequest{SessionId: "s", Streams: many}), "streams"},
 		{"subscribe twice", checkSubscribe(&sessiondv1.SubscribeRequest{SessionId: "s", Streams: []string{"a", "a", ""}}), "streams[1] streams[2]"},
 		{"subscribe far", checkSubscribe(&sessiondv1.SubscribeRequest{SessionId: "s", Streams: []string{"a"}, AfterPosition: math.MaxInt64}), "after_position"},
+		{"retain", retain(&sessiondv1.RetainRequest{Ttl: durationpb.New(-1)}), "session_id stream ttl"},
 		{"trim", checkTrim(&sessiondv1.TrimRequest{ThroughPosition: far}), "session_id stream"},
 	}
 	for _, tt := range tests {
