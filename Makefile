@@ -17,9 +17,14 @@ LISTEN   ?= 127.0.0.1:8080
 DATA_DIR ?= ./data
 # More flags for the program that `make run` or `make demo` starts.
 ARGS     ?=
-# The benchmarks to run, as a regular expression, and more flags: make bench BENCH=Lock BENCH_FLAGS='-benchtime=5s'.
-BENCH       ?= .
+# quick is the comparison in less than five minutes; more flags with BENCH_FLAGS, see --help.
+BENCH       ?=
 BENCH_FLAGS ?=
+# Where the results of the comparison go.
+BENCH_OUT   ?= bench-results
+# The benchmarks of single paths to run, as a regular expression, and more flags: make microbench RUN=Cycle RUN_FLAGS='-benchtime=5s'.
+RUN       ?= .
+RUN_FLAGS ?=
 
 # The race detector needs cgo. Without a C compiler the tests still run, and say what they miss.
 RACE = $(shell [ "$$($(GO) env CGO_ENABLED)" = 1 ] && command -v "$$($(GO) env CC | cut -d' ' -f1)" >/dev/null && echo -race)
@@ -44,12 +49,15 @@ demo: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver $(BIN)/demo ## Show it: etcd,
 
 build: $(BIN)/sessiond $(BIN)/mcpserver ## Compile all packages, and both programs into .bin/.
 	@$(GO) build ./...
+	@cd sessiond/bench && $(GO) build ./...
 
 test: ## Run all tests but the end-to-end ones, with the race detector.
 	@echo "test: fetching modules that are missing and compiling; the first time takes minutes, then Go's cache has it"
 	@[ -n "$(RACE)" ] || echo "test: no C compiler found, so WITHOUT the race detector (on Debian: apt-get install gcc libc6-dev)"
 	@# One package at a time: two etcds that sync at once on a small machine time each other out.
 	@$(GO) test $(RACE) -p 1 $(UNIT_PACKAGES)
+	@# A module of its own, for what it compares us with is nothing that importers of ours should see.
+	@cd sessiond/bench && $(GO) test $(RACE) ./...
 
 # The tests install the npm packages that they need. E2E_COUNT=1000 in the environment repeats what must never fail that often.
 e2e: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver client-typescript client-python proxies ## Run the end-to-end tests: real programs on loopback.
@@ -84,8 +92,14 @@ client-python: $(BIN)/buf ## Set up client/python: Debian packages if they are m
 	@$(PYTHON) -c 'import google.protobuf, grpc' || { echo "client-python: PYTHON=$(PYTHON) lacks protobuf or grpcio"; exit 1; }
 	@$(BIN)/buf generate --template client/python/buf.gen.yaml
 
-bench: ## Run the benchmarks (BENCH, BENCH_FLAGS).
-	@$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem $(BENCH_FLAGS) ./...
+bench: $(BIN)/etcd $(BIN)/sessiond $(BIN)/bench redis ## Compare with what others use, side by side (BENCH=quick, BENCH_FLAGS, BENCH_OUT).
+	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(BIN)/bench --out '$(BENCH_OUT)' $(if $(filter quick,$(BENCH)),--quick) $(BENCH_FLAGS)
+
+redis:
+	@missing=; command -v redis-server >/dev/null || missing=redis-server; .ci/debian bench $$missing
+
+microbench: ## Run the benchmarks of single paths (RUN, RUN_FLAGS).
+	@$(GO) test -run '^$$' -bench '$(RUN)' -benchmem $(RUN_FLAGS) ./...
 
 ##@ Before a commit
 
@@ -96,6 +110,9 @@ lint: $(BIN)/golangci-lint $(BIN)/buf ## Check Go and proto style; changes nothi
 	@diff=$$($(GO) fix -diff ./...) || [ -n "$$diff" ] || exit 1; \
 	[ -z "$$diff" ] || { echo "older idioms; run go fix ./... for:"; echo "$$diff"; exit 1; }
 	@$(BIN)/golangci-lint run
+	@cd sessiond/bench && $(GO) vet ./... && "$(CURDIR)/$(BIN)/golangci-lint" run
+	@diff=$$(cd sessiond/bench && $(GO) fix -diff ./...) || [ -n "$$diff" ] || exit 1; \
+	[ -z "$$diff" ] || { echo "older idioms; run go fix ./... in sessiond/bench for:"; echo "$$diff"; exit 1; }
 	@$(BIN)/buf lint
 	@.ci/breaking
 	@$(BIN)/buf format -d --exit-code || { echo "proto files not formatted; run .bin/buf format -w"; exit 1; }
@@ -115,7 +132,7 @@ clean: ## Delete .bin/, installed npm packages and what is made of them; keeps t
 	rm -rf $(BIN) .ci/tools/npm/node_modules sessiond/e2e/typescript/node_modules sessiond/e2e/conformance/node_modules \
 		client/typescript/node_modules client/typescript/src/gen client/typescript/dist client/python/gen
 
-.PHONY: help run demo build test e2e proxies conformance client-typescript client-python bench lint generate check-generate breaking clean FORCE
+.PHONY: help run demo build test e2e proxies conformance client-typescript client-python bench redis microbench lint generate check-generate breaking clean FORCE
 
 # Our own programs: go build knows best whether there is something to do.
 $(BIN)/sessiond $(BIN)/mcpserver: $(BIN)/%: FORCE
@@ -124,6 +141,10 @@ $(BIN)/sessiond $(BIN)/mcpserver: $(BIN)/%: FORCE
 
 $(BIN)/demo: FORCE
 	@$(GO) build -o $@ ./sessiond/e2e/demo
+
+$(BIN)/bench: FORCE
+	@[ -e $@ ] || echo "building $@; the first time takes minutes, then Go's cache has it"
+	@cd sessiond/bench && $(GO) build -o "$(CURDIR)/$@" .
 
 # Tools. $(call go_tool,folder under .ci/tools,module that has the version,package)
 define go_tool

@@ -85,9 +85,9 @@ func within(p string, folders ...string) bool {
 	})
 }
 
-// harness says whether a folder holds code that only tests and demonstrations run.
+// harness says whether a folder holds code that only tests, benchmarks and demonstrations run.
 func harness(dir string) bool {
-	return within(dir, "sessiond/sessiondtest", "sessiond/internal/storetest", "sessiond/e2e", "sessiond/chaos")
+	return within(dir, "sessiond/sessiondtest", "sessiond/internal/storetest", "sessiond/e2e", "sessiond/chaos", "sessiond/bench")
 }
 
 // cmd says whether a folder holds a program, which may put together what libraries may not.

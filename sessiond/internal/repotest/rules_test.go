@@ -62,6 +62,7 @@ func TestRulesCanFail(t *testing.T) {
 		}, map[string]string{
 			"sessiond/a_test.go":     doc + ours + "sessiond/sessiondtest\"\n",
 			"sessiond/e2e/demo/a.go": doc + ours + "sessiond/sessiondtest\"\n",
+			"sessiond/bench/a.go":    doc + ours + "sessiond/sessiondtest\"\n",
 		}},
 		"etcd": {map[string]string{
 			"sessiond/internal/rpc/a.go": doc + etcd,
@@ -70,6 +71,7 @@ func TestRulesCanFail(t *testing.T) {
 			"sessiond/internal/etcdstore/a.go": doc + etcd,
 			"sessiond/internal/etcdnode/a.go":  doc + etcd,
 			"sessiond/sessiondtest/a.go":       doc + etcd,
+			"sessiond/bench/a.go":              doc + etcd,
 			"sessiond/internal/rpc/a_test.go":  doc + etcd,
 		}},
 		"codes": {map[string]string{
@@ -172,7 +174,8 @@ func TestPromisesNameTheFile(t *testing.T) {
 	}
 }
 
-// Promise: the tools that write our stubs and the etcd that our tests start are of the versions that we link.
+// Promise: the tools that write our stubs, the etcd that our tests start and the libraries that we are measured with are of the
+// versions that we link.
 func TestToolsMatchModule(t *testing.T) {
 	src := read(t, root(t))
 	version := func(mod, of string) string {
@@ -185,6 +188,9 @@ func TestToolsMatchModule(t *testing.T) {
 	for _, tool := range []struct{ mod, of string }{
 		{".ci/tools/proto/go.mod", "google.golang.org/protobuf"},
 		{".ci/tools/etcd/go.mod", "go.etcd.io/etcd/server/v3"},
+		{"sessiond/bench/go.mod", "go.etcd.io/etcd/server/v3"},
+		{"sessiond/bench/go.mod", "google.golang.org/grpc"},
+		{"sessiond/bench/go.mod", "github.com/modelcontextprotocol/go-sdk"},
 	} {
 		if ours, theirs := version("go.mod", tool.of), version(tool.mod, tool.of); ours != theirs {
 			t.Errorf("%s: go.mod has %s, %s has %s; raise them together", tool.of, ours, tool.mod, theirs)
@@ -218,7 +224,7 @@ func root(t *testing.T) string {
 // nor the data folder of `make run`.
 func read(t *testing.T, root string) map[string]string {
 	t.Helper()
-	leftOut := []string{".git", ".bin", "data", "artifacts"}
+	leftOut := []string{".git", ".bin", "data", "artifacts", "bench-results"}
 	src := map[string]string{}
 	fsys := os.DirFS(root)
 	err := fs.WalkDir(fsys, ".", func(p string, d fs.DirEntry, err error) error {
