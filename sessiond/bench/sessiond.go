@@ -193,7 +193,7 @@ func (b *bench) sessiondChannel(id string, addrs []string) (*channel, error) {
 			if sent++; sent%trimAfter != 0 {
 				return nil
 			}
-			return from.Trim(ctx, id, stream, last)
+			return from.Trim(ctx, id, stream, last, 0)
 		},
 	}, nil
 }
