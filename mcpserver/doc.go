@@ -45,4 +45,47 @@
 //   - A client that disconnects does not cancel its handler (that is the protocol's rule); its notification does.
 //   - A SubscribeHandler is called once more per resource on each replica, for the replica itself ([IsRelay]).
 //   - A panic in a handler becomes an error answer, not the end of the process.
+//   - mcp.Server.Sessions lists only what is connected at that moment, on this replica: the requests under way.
+//
+// # What it costs
+//
+// In commits of the store (etcd's raft writes, about a millisecond each) and reads, for a request of a session:
+//
+//   - one that changes nothing: a read. One that changes the session: a read and a commit, the same commit however many keys.
+//   - with the lock: two commits, changed or not; waiting for the lock costs none. ping, cancellations and answers take none.
+//   - a question to the client: a commit for the answer, and one before it if the session was changed.
+//   - a cancellation: a commit, and one more by the replica that runs the request; the handler hears of it some 200 ms later,
+//     once it is clear that no other request in flight has the same id.
+//   - a changed list or an updated resource: a commit, however many clients are told.
+//   - a standalone stream (GET): a commit when it opens and two when it ends; two a notification, to keep and to remove it.
+//   - [Options].History: a commit per event, the answer included.
+//   - the session's TTL: at most one commit per third of it, and none if the session is saved anyhow.
+//
+// An idle session costs a replica nothing. A request holds what the SDK's session takes, for as long as it runs; an open
+// standalone stream holds two goroutines and one subscription.
+//
+// # Limits
+//
+// A request's body: [Options].MaxBodyBytes, 4 MiB. A session's record with all its values: 1 MiB in sessiond (its
+// --max-session-bytes); a request that would make it larger gets an error and the session stays as it was. Messages under way
+// to a session: 1,000 and 16 MiB at a time, of which events kept for resumption and notifications kept for a standalone stream
+// take at most half. Changes of lists and resources are kept for five minutes for replicas and streams that are cut off; of more
+// than 500 in that time only the last 250. Lengths of waits, TTLs and their bounds are at [Options].
+//
+// # When not to use it
+//
+//   - One process is enough and may forget its sessions: the SDK's own handler has no store to ask. Nothing else is quicker.
+//   - Nothing needs a session (no elicitation, sampling, roots, subscriptions, values, log levels): leave out the Store, or use the
+//     SDK's stateless mode.
+//   - Sessions are large. Keep the data elsewhere and its name in the session.
+//   - A handler must outlive its process. Here it dies with it; the client gets a broken connection, or with History an error that
+//     says so on the stream that it resumes. Nothing is ever run a second time.
+//
+// # What is not supported
+//
+//   - The transport of revision 2024-11-05 with its two endpoints (HTTP+SSE).
+//   - Tools, prompts and resources of one session alone: the SDK keeps them by server. getServer may choose a server by the
+//     request, on every replica alike.
+//   - Asking a client outside of any request of its session.
+//   - Batches in revisions other than 2025-03-26.
 package mcpserver
