@@ -101,6 +101,10 @@ redis:
 microbench: ## Run the benchmarks of single paths (RUN, RUN_FLAGS).
 	@$(GO) test -run '^$$' -bench '$(RUN)' -benchmem $(RUN_FLAGS) ./...
 
+fuzz: ## Fuzz the front-end's request path (FUZZTIME); what it finds goes to mcpserver/testdata, to be kept.
+	@$(GO) test -run '^$$' -fuzz FuzzRequest -fuzztime $(FUZZTIME) ./mcpserver
+FUZZTIME ?= 60s
+
 ##@ Before a commit
 
 lint: $(BIN)/golangci-lint $(BIN)/buf ## Check Go and proto style; changes nothing.
@@ -132,7 +136,7 @@ clean: ## Delete .bin/, installed npm packages and what is made of them; keeps t
 	rm -rf $(BIN) .ci/tools/npm/node_modules sessiond/e2e/typescript/node_modules sessiond/e2e/conformance/node_modules \
 		client/typescript/node_modules client/typescript/src/gen client/typescript/dist client/python/gen
 
-.PHONY: help run demo build test e2e proxies conformance client-typescript client-python bench redis microbench lint generate check-generate breaking clean FORCE
+.PHONY: help run demo build test e2e proxies conformance client-typescript client-python bench redis microbench fuzz lint generate check-generate breaking clean FORCE
 
 # Our own programs: go build knows best whether there is something to do.
 $(BIN)/sessiond $(BIN)/mcpserver: $(BIN)/%: FORCE
