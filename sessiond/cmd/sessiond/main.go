@@ -3,6 +3,8 @@
 // On its own it keeps them in an etcd member that it embeds, in a data folder; with --etcd-endpoints it is a stateless
 // node of a cluster; with --store memory it keeps them in memory, and they end with it. Every flag has a twin in the
 // environment: --data-dir is SESSIOND_DATA_DIR.
+//
+// sessiond bench measures a running cluster, beside real sessions.
 package main
 
 import (
@@ -40,6 +42,9 @@ func main() {
 // run is the program. It ends when ctx does, and returns the exit code: 0 after a shutdown that was asked for, 1 if the
 // node failed, 2 if the command line is wrong.
 func run(ctx context.Context, args []string, getenv func(string) string, stdout, stderr io.Writer) int {
+	if len(args) > 0 && args[0] == benchCommand {
+		return bench(ctx, args[1:], getenv, stdout, stderr)
+	}
 	opts, err := parse(args, getenv)
 	switch {
 	case errors.Is(err, flag.ErrHelp):
@@ -99,7 +104,7 @@ func parse(args []string, getenv func(string) string) (*options, error) {
 	fs.BoolVar(&o.version, "version", false, "print the version and exit")
 
 	var text strings.Builder
-	fmt.Fprintf(&text, "Usage: sessiond [flags]\n\nEach flag can be given in the environment as well: --data-dir as %sDATA_DIR.\n\n", envPrefix)
+	fmt.Fprintf(&text, "Usage: sessiond [flags]\n       sessiond %s [flags]: measure a running cluster, see sessiond %[1]s --help\n\nEach flag can be given in the environment as well: --data-dir as %[2]sDATA_DIR.\n\n", benchCommand, envPrefix)
 	fs.SetOutput(&text)
 	fs.PrintDefaults()
 	fs.SetOutput(io.Discard)
@@ -109,20 +114,9 @@ func parse(args []string, getenv func(string) string) (*options, error) {
 		return o, flagError(fs, err)
 	}
 	if fs.NArg() > 0 {
-		return o, fmt.Errorf("unexpected argument %q: only flags are allowed, see --help", fs.Arg(0))
+		return o, fmt.Errorf("unexpected argument %q: only flags are allowed, or %s first, see --help", fs.Arg(0), benchCommand)
 	}
-	given := map[string]bool{}
-	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
-	var errs []error
-	fs.VisitAll(func(f *flag.Flag) {
-		env := envPrefix + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
-		if value := getenv(env); value != "" && !given[f.Name] {
-			if err := fs.Set(f.Name, value); err != nil {
-				errs = append(errs, fmt.Errorf("%s: invalid value %q: must be %s", env, value, allowed(f)))
-			}
-		}
-	})
-	if err := errors.Join(errs...); err != nil {
+	if err := fromEnvironment(fs, envPrefix, getenv); err != nil {
 		return o, err
 	}
 
@@ -148,6 +142,22 @@ func parse(args []string, getenv func(string) string) (*options, error) {
 		return o, fmt.Errorf("--log-format %q: must be text or json", o.format)
 	}
 	return o, o.cfg.Validate()
+}
+
+// fromEnvironment sets the flags that are not given from their twins in the environment.
+func fromEnvironment(fs *flag.FlagSet, prefix string, getenv func(string) string) error {
+	given := map[string]bool{}
+	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	var errs []error
+	fs.VisitAll(func(f *flag.Flag) {
+		env := prefix + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
+		if value := getenv(env); value != "" && !given[f.Name] {
+			if err := fs.Set(f.Name, value); err != nil {
+				errs = append(errs, fmt.Errorf("%s: invalid value %q: must be %s", env, value, allowed(f)))
+			}
+		}
+	})
+	return errors.Join(errs...)
 }
 
 // flagError adds what is allowed to what the flag package says.
@@ -177,9 +187,9 @@ func allowed(f *flag.Flag) string {
 	switch f.Name {
 	case "log-level":
 		return "debug, info, warn or error"
-	case "grace", "attach-grace":
+	case "grace", "attach-grace", "duration":
 		return "a duration, like 10s"
-	case "max-session-bytes", "max-waiters":
+	case "max-session-bytes", "max-waiters", "callers", "sessions", "bytes":
 		return "a whole number"
 	case "version":
 		return "true or false"
