@@ -364,6 +364,17 @@ func (m *memory) count() int {
 	return n
 }
 
+// clear forgets all sessions, as if their TTLs had passed.
+func (m *memory) clear() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for id := range m.sessions {
+		if id != mcpserver.DefaultTopic {
+			delete(m.sessions, id)
+		}
+	}
+}
+
 func (m *memory) lockCount() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -62,10 +62,14 @@ type bubble struct {
 
 func newBubble(t *testing.T, edit func(*mcpserver.Options)) *bubble {
 	t.Helper()
+	return newBubbleOf(t, testServer(&subscribers{relays: map[string]int{}}), edit)
+}
+
+func newBubbleOf(t *testing.T, server *mcp.Server, edit func(*mcpserver.Options)) *bubble {
+	t.Helper()
 	b := &bubble{t: t, store: newMemory()}
 	opts := &mcpserver.Options{Store: b.store}
 	edit(opts)
-	server := testServer(&subscribers{relays: map[string]int{}})
 	handler, err := mcpserver.NewHandler(func(*http.Request) *mcp.Server { return server }, opts)
 	if err != nil {
 		t.Fatal(err)
