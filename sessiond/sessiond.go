@@ -108,14 +108,13 @@ func open(ctx context.Context, cfg Config, listener net.Listener, shared store) 
 		s.onClose(closed(s.metricsListener.Close))
 	}
 
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	if s.store == nil {
-		if err := s.openStore(ctx); err != nil {
+		if err := s.openStore(ctx, registry); err != nil {
 			return nil, err
 		}
 	}
-
-	registry := prometheus.NewRegistry()
-	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	if s.node != nil {
 		err := s.node.Inspect(etcdnode.InspectConfig{
 			MaxValueBytes: cfg.MaxSessionBytes, Key: cfg.Prefix + "probe", Logger: s.logger, Metrics: registry,
@@ -148,7 +147,7 @@ func open(ctx context.Context, cfg Config, listener net.Listener, shared store) 
 }
 
 // openStore opens the store that the configuration names.
-func (s *Server) openStore(ctx context.Context) (err error) {
+func (s *Server) openStore(ctx context.Context, metrics prometheus.Registerer) (err error) {
 	switch {
 	case s.cfg.Store == StoreMemory:
 		s.logger.WarnContext(ctx, "sessions are kept in memory: they end with this process, and no other node shares them")
@@ -166,7 +165,7 @@ func (s *Server) openStore(ctx context.Context) (err error) {
 	s.onClose(s.node.Close)
 	s.store = etcdstore.Open(etcdstore.Config{
 		KV: s.node.KV(), Lease: s.node.Client(), Watcher: s.node.Client(), Members: len(s.node.Endpoints()),
-		Prefix: s.cfg.Prefix, AttachGrace: s.cfg.AttachGrace, Logger: s.logger,
+		Metrics: metrics, Prefix: s.cfg.Prefix, AttachGrace: s.cfg.AttachGrace, Logger: s.logger,
 	})
 	s.onClose(s.closeStore)
 	return nil

@@ -47,10 +47,22 @@ type waiter struct {
 	record  string // key of the session
 	wake    chan struct{}
 
-	// Under the hub's lock. While the entry before is not known, what goes is kept with the revision at which it went.
-	before string
-	known  bool
-	gone   map[string]int64
+	// Under the hub's lock. While it is not known where the entry stands, what goes is kept with the revision at which it
+	// went.
+	standing standing
+	known    bool
+	gone     map[string]int64
+	promised bool // a release is under way that brings its turn
+	turn     *turn
+}
+
+// standing is where a waiter's entry stands in the queue.
+type standing struct {
+	before   string      // the entry before it
+	revision int64       // as of which this is so
+	created  int64       // revision of its own entry
+	ready    time.Time   // until when its lease has enough left for a grant
+	session  clientv3.Op // reads what the grant is to show of the session
 }
 
 func newHub(k keys) *hub {
@@ -86,7 +98,8 @@ func (h *hub) unset(w *waiter) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	w.known = false
-	w.before = ""
+	w.standing = standing{}
+	w.promised, w.turn = false, nil
 	if w.gone == nil {
 		w.gone = map[string]int64{}
 	}
@@ -96,14 +109,26 @@ func (h *hub) unset(w *waiter) {
 	}
 }
 
-// set names the entry before the waiter's as of a revision.
-func (h *hub) set(w *waiter, before string, revision int64) {
+// crowded says whether others of this node wait for the lock that a waiter is about to wait for.
+func (h *hub) crowded(w *waiter) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for other := range h.waiters[w.session] {
+		if other != w && other.known && other.standing.before != "" && other.turn == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// set says where the waiter's entry stands.
+func (h *hub) set(w *waiter, now standing) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	w.known = true
-	w.before = before
+	w.standing = now
 	for key, rev := range w.gone {
-		if rev > revision && w.concerns(key) {
+		if rev > now.revision && w.concerns(key) {
 			w.signal()
 		}
 	}
@@ -111,7 +136,7 @@ func (h *hub) set(w *waiter, before string, revision int64) {
 }
 
 func (w *waiter) concerns(key string) bool {
-	return key == w.before || key == w.own || key == w.record
+	return key == w.standing.before || key == w.own || key == w.record
 }
 
 func (w *waiter) signal() {

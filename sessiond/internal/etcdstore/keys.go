@@ -22,9 +22,26 @@ type keys struct {
 }
 
 var (
-	escaper   = strings.NewReplacer("%", "%25", "/", "%2F")
-	unescaper = strings.NewReplacer("%2F", "/", "%25", "%")
+	escaper   = replacer{strings.NewReplacer("%", "%25", "/", "%2F"), "%/"}
+	unescaper = replacer{strings.NewReplacer("%2F", "/", "%25", "%"), "%"}
 )
+
+// replacer leaves a string alone that has none of the characters that all it replaces begin with. Hardly any name has, and
+// the library's looks through the whole string for each.
+type replacer struct {
+	*strings.Replacer
+
+	first string
+}
+
+func (r replacer) Replace(s string) string {
+	for i := range len(r.first) {
+		if strings.IndexByte(s, r.first[i]) >= 0 {
+			return r.Replacer.Replace(s)
+		}
+	}
+	return s
+}
 
 func (k keys) session(id string) string { return k.sessionOf(escaper.Replace(id)) }
 func (k keys) locks(id string) string   { return k.locksOf(escaper.Replace(id)) }

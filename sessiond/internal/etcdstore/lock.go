@@ -122,13 +122,21 @@ func (s *Store) Release(ctx context.Context, sessionID, request string, token ui
 		request = found.request
 	}
 	key := s.keys.lock(sessionID, request)
-	resp, err := s.txn(octx, s.holds(sessionID, request, token), []clientv3.Op{clientv3.OpDelete(key)}, nil)
+	next := s.hub.successor(sessionID, key)
+	defer next.settle()
+	resp, err := s.group.txn(octx, &step{
+		about: s.keys.session(sessionID),
+		role:  releases, entry: key, holds: true,
+		cmps: s.holds(sessionID, request, token),
+		then: append([]clientv3.Op{clientv3.OpDelete(key)}, next.reads()...),
+	})
 	if err != nil {
 		return s.fail(ctx, err)
 	}
 	if !resp.Succeeded {
 		return lock.ErrNotHeld
 	}
+	next.granted(resp, 1)
 	s.pool.released(key, resp.Header.Revision)
 	return nil
 }
@@ -192,25 +200,38 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 		FrontEnd: r.FrontEnd, Attached: r.FrontEnd != "" && s.live.attached(r.FrontEnd),
 	}.encode()
 	p.value = mine
-	cmps := []clientv3.Cmp{exists(s.keys.session(r.Session)), missing(p.key)}
-	if ifFree {
-		cmps = append(cmps, empty(s.keys.locks(r.Session)))
-	}
-	resp, err := s.txn(ctx, cmps,
-		[]clientv3.Op{
+	about := s.keys.session(r.Session)
+	entry := &step{
+		about: about,
+		role:  acquires, entry: p.key,
+		cmps: []clientv3.Cmp{exists(about), missing(p.key)},
+		then: []clientv3.Op{
 			clientv3.OpPut(p.key, mine, clientv3.WithLease(l.id)),
 			s.readSession(r.Session, r.Read),
 			// Who is before it in a queue is read afterwards: etcd sorts a queue by reading the whole of it, and within a
 			// write that would hold up everybody else's.
 			clientv3.OpGet(s.keys.locks(r.Session), clientv3.WithPrefix(), clientv3.WithCountOnly()),
 		},
-		[]clientv3.Op{
+		els: []clientv3.Op{
 			s.readSession(r.Session, false),
 			clientv3.OpGet(p.key),
 			s.firstEntry(r.Session),
-		})
-	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
+		},
+	}
+	if ifFree {
+		entry.role = apart // its compare speaks of the entry that a release removes
+		entry.cmps = append(entry.cmps, empty(s.keys.locks(r.Session)))
+	} else {
+		entry.patient = s.hub.crowded(p.waiter)
+	}
+	resp, err := s.group.txn(ctx, entry)
+	switch {
+	case errors.Is(err, rpctypes.ErrLeaseNotFound):
 		return v, true, nil
+	case errors.Is(err, errNotSent):
+		s.pool.put(l)
+		p.value = ""
+		return v, false, err
 	}
 	if p.unsure = err != nil; p.unsure {
 		return v, false, err
@@ -236,14 +257,12 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 	s.pool.hold(p.key, p.created, l)
 	sess, queue := resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
 	if queue.Count > 1 {
-		v, err = p.look(ctx)
+		v, err = p.look(ctx, true)
 		return v, false, err
 	}
-	alone := []*mvccpb.KeyValue{{Key: []byte(p.key), Value: []byte(mine), CreateRevision: p.created}}
-	s.hub.set(p.waiter, "", resp.Header.Revision)
-	v, err = s.view(ctx, r, resp.Header.Revision, sess.Kvs, alone, alone, 1)
-	v.Until = p.until
-	return v, false, err
+	s.hub.set(p.waiter, p.standing("", resp.Header.Revision))
+	v, err = s.view(ctx, r, resp.Header.Revision, sess.Kvs, nil, nil, 1)
+	return p.first(v), false, err
 }
 
 // takeOver makes the entry that an earlier call of the same request made this call's own, in its place and with its
@@ -257,19 +276,21 @@ func (p *place) takeOver(ctx context.Context, kv *mvccpb.KeyValue) (v lock.View,
 	rec.Node, rec.Mark = s.node, s.marks.Add(1)
 	mine := rec.encode()
 	p.value = mine
-	resp, err := s.txn(ctx,
-		[]clientv3.Cmp{
+	resp, err := s.group.txn(ctx, &step{
+		about: s.keys.session(r.Session),
+		cmps: []clientv3.Cmp{
 			exists(s.keys.session(r.Session)),
 			clientv3.Compare(clientv3.CreateRevision(p.key), "=", kv.CreateRevision),
 			clientv3.Compare(clientv3.ModRevision(p.key), "=", kv.ModRevision),
 		},
-		[]clientv3.Op{
+		then: []clientv3.Op{
 			clientv3.OpPut(p.key, mine, clientv3.WithIgnoreLease()),
 			s.readSession(r.Session, r.Read),
 			clientv3.OpGet(p.key),
 			s.firstEntry(r.Session),
 			s.entryBefore(r.Session, kv.CreateRevision),
-		}, nil)
+		},
+	})
 	if err != nil {
 		return v, false, err
 	}
@@ -291,7 +312,7 @@ func (p *place) takeOver(ctx context.Context, kv *mvccpb.KeyValue) (v lock.View,
 	if kvs := resp.Responses[4].GetResponseRange().Kvs; len(kvs) > 0 {
 		before = string(kvs[0].Key)
 	}
-	s.hub.set(p.waiter, before, resp.Header.Revision)
+	s.hub.set(p.waiter, p.standing(before, resp.Header.Revision))
 	first := resp.Responses[3].GetResponseRange()
 	v, err = s.view(ctx, r, resp.Header.Revision, resp.Responses[1].GetResponseRange().Kvs,
 		resp.Responses[2].GetResponseRange().Kvs, first.Kvs, first.Count)
@@ -309,42 +330,80 @@ func (p *place) Check(ctx context.Context) (lock.View, error) {
 func (p *place) check(ctx context.Context) (lock.View, error) {
 	s := p.s
 	s.checks.Add(1)
+	if t := s.hub.turnOf(ctx, p.waiter); t != nil {
+		v, err := s.view(ctx, p.r, t.revision, t.session, nil, nil, 1)
+		return p.first(v), err
+	}
 	s.hub.unset(p.waiter)
 	now := time.Now()
-	alive, err := s.lease.KeepAliveOnce(ctx, p.lease)
-	switch {
-	case err == nil:
-		p.until = now.Add(time.Duration(alive.TTL) * time.Second)
-		s.pool.extend(p.key, p.created, p.until)
-	case !errors.Is(err, rpctypes.ErrLeaseNotFound):
-		return lock.View{}, err
+	if p.until.Sub(now) < enough(p.r.TTL) {
+		alive, err := s.lease.KeepAliveOnce(ctx, p.lease)
+		switch {
+		case err == nil:
+			p.until = now.Add(time.Duration(alive.TTL) * time.Second)
+			s.pool.extend(p.key, p.created, p.until)
+		case !errors.Is(err, rpctypes.ErrLeaseNotFound):
+			return lock.View{}, err
+		}
 	}
-	return p.look(ctx)
+	return p.look(ctx, false)
 }
 
-// look shows the queue around the entry. The hub must have been told to keep what goes meanwhile.
-func (p *place) look(ctx context.Context) (lock.View, error) {
+// first makes a view one of a queue whose first entry is the caller's.
+func (p *place) first(v lock.View) lock.View {
+	v.Own = &lock.Entry{Request: p.r.ID, Holder: p.r.Holder, Token: uint64(p.created)}
+	v.First, v.Until = v.Own, p.until
+	p.s.pool.setFirst(p.key, p.created)
+	return v
+}
+
+// standing says where the entry stands as of a revision.
+func (p *place) standing(before string, revision int64) standing {
+	return standing{
+		before: before, revision: revision,
+		created: p.created, ready: p.until.Add(-enough(p.r.TTL)), session: p.s.readSession(p.r.Session, p.r.Read),
+	}
+}
+
+// look shows the queue around the entry, and with whole also the holder and the length, for which etcd reads all of it once
+// more. The hub must have been told to keep what goes meanwhile.
+func (p *place) look(ctx context.Context, whole bool) (lock.View, error) {
 	s, r := p.s, p.r
-	resp, err := s.kv.read(ctx,
+	ops := []clientv3.Op{
 		s.readSession(r.Session, r.Read),
 		clientv3.OpGet(p.key),
-		s.firstEntry(r.Session),
 		s.entryBefore(r.Session, p.created),
-	)
+	}
+	if whole {
+		ops = append(ops, s.firstEntry(r.Session))
+	}
+	resp, err := s.kv.read(ctx, ops...)
 	if err != nil {
 		return lock.View{}, err
 	}
-	before := ""
-	if kvs := resp.Responses[3].GetResponseRange().Kvs; len(kvs) > 0 {
-		before = string(kvs[0].Key)
+	sess, own, before := resp.Responses[0].GetResponseRange().Kvs, resp.Responses[1].GetResponseRange().Kvs, resp.Responses[2].GetResponseRange().Kvs
+	if len(own) > 0 && own[0].CreateRevision != p.created {
+		own = nil // another entry of the same request, made after this one had gone
 	}
-	s.hub.set(p.waiter, before, resp.Header.Revision)
-	sess, own, first := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
-	if len(own.Kvs) > 0 && own.Kvs[0].CreateRevision != p.created {
-		own.Kvs = nil // another entry of the same request, made after this one had gone
+	at := p.standing("", resp.Header.Revision)
+	if len(before) > 0 {
+		at.before = string(before[0].Key)
 	}
-	v, err := s.view(ctx, r, resp.Header.Revision, sess.Kvs, own.Kvs, first.Kvs, first.Count)
+	s.hub.set(p.waiter, at)
+	var first []*mvccpb.KeyValue
+	queue := int64(0)
+	switch {
+	case whole:
+		all := resp.Responses[3].GetResponseRange()
+		first, queue = all.Kvs, all.Count
+	case at.before == "":
+		first = own
+	}
+	v, err := s.view(ctx, r, resp.Header.Revision, sess, own, first, queue)
 	v.Until = p.until
+	if v.Held() {
+		s.pool.setFirst(p.key, p.created)
+	}
 	return v, err
 }
 
@@ -370,10 +429,12 @@ func (p *place) Leave(ctx context.Context) {
 
 // removeEntry removes an entry if it still is as the call that gives it up wrote it.
 func (s *Store) removeEntry(ctx context.Context, l leftover) (bool, error) {
-	resp, err := s.txn(ctx,
-		[]clientv3.Cmp{clientv3.Compare(clientv3.Value(l.key), "=", l.value)},
-		[]clientv3.Op{clientv3.OpDelete(l.key)},
-		nil)
+	_, escaped, _ := s.keys.kind(l.key)
+	resp, err := s.group.txn(ctx, &step{
+		about: s.keys.sessionOf(escaped),
+		cmps:  []clientv3.Cmp{clientv3.Compare(clientv3.Value(l.key), "=", l.value)},
+		then:  []clientv3.Op{clientv3.OpDelete(l.key)},
+	})
 	if err != nil || !resp.Succeeded {
 		return false, err
 	}

@@ -142,7 +142,7 @@ func TestBrokenWatch(t *testing.T) {
 	}
 	for _, ws := range s.store.hub.waiters {
 		for w := range ws {
-			w.before = "something else"
+			w.standing.before = "something else"
 		}
 	}
 	s.store.hub.mu.Unlock()

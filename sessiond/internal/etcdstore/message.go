@@ -29,6 +29,7 @@ const (
 func (s *Store) Publish(ctx context.Context, p message.Publish) (uint64, error) {
 	octx, cancel := s.op(ctx)
 	defer cancel()
+	about := s.keys.session(p.Session)
 	base := s.keys.message(p.Session, p.Stream, p.Request)
 	last := base + "e"
 
@@ -70,8 +71,11 @@ func (s *Store) Publish(ctx context.Context, p message.Publish) (uint64, error) 
 		payload = payload[chunkBytes:]
 		cctx, cancel := s.op(ctx)
 		_, _, err := s.withLease(cctx, p.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
-			return s.txn(cctx, []clientv3.Cmp{exists(s.keys.session(p.Session))},
-				[]clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))}, nil)
+			return s.group.txn(cctx, &step{
+				about: about,
+				cmps:  []clientv3.Cmp{exists(about)},
+				then:  []clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},
+			})
 		})
 		cancel()
 		if err != nil {
@@ -83,10 +87,12 @@ func (s *Store) Publish(ctx context.Context, p message.Publish) (uint64, error) 
 	defer cancel()
 	key, value := base+lastName(len(payload), chunks), encodeLast(payload)
 	resp, _, err := s.withLease(octx, p.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
-		return s.txn(octx,
-			[]clientv3.Cmp{clientv3.Compare(clientv3.CreateRevision(s.keys.session(p.Session)), "=", born), empty(last)},
-			[]clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},
-			[]clientv3.Op{s.readSession(p.Session, false), clientv3.OpGet(last, clientv3.WithPrefix(), clientv3.WithKeysOnly())})
+		return s.group.txn(octx, &step{
+			about: about,
+			cmps:  []clientv3.Cmp{clientv3.Compare(clientv3.CreateRevision(about), "=", born), empty(last)},
+			then:  []clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},
+			els:   []clientv3.Op{s.readSession(p.Session, false), clientv3.OpGet(last, clientv3.WithPrefix(), clientv3.WithKeysOnly())},
+		})
 	})
 	if err != nil {
 		return 0, s.fail(ctx, err)
@@ -184,9 +190,11 @@ func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint
 	}
 	if whole {
 		// All that is there: at one go, unless something has come meanwhile.
-		resp, err := s.txn(octx,
-			[]clientv3.Cmp{clientv3.Compare(clientv3.CreateRevision(prefix), "<", resp.Header.Revision+1).WithPrefix()},
-			[]clientv3.Op{clientv3.OpDelete(prefix, clientv3.WithPrefix())}, nil)
+		resp, err := s.group.txn(octx, &step{
+			about: s.keys.session(sessionID),
+			cmps:  []clientv3.Cmp{clientv3.Compare(clientv3.CreateRevision(prefix), "<", resp.Header.Revision+1).WithPrefix()},
+			then:  []clientv3.Op{clientv3.OpDelete(prefix, clientv3.WithPrefix())},
+		})
 		if err != nil {
 			return 0, s.fail(ctx, err)
 		}

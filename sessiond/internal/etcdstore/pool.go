@@ -14,7 +14,8 @@ import (
 )
 
 const (
-	maxIdleLeases  = 64
+	// As many callers as this may come and go without a lease being granted or left to end.
+	maxIdleLeases  = 1024
 	poolTick       = 250 * time.Millisecond
 	forgetIdle     = time.Minute
 	minLockSlack   = 2 * time.Second
@@ -44,6 +45,7 @@ type pooled struct {
 type heldLease struct {
 	pooled
 	created int64 // revision of the entry
+	first   bool  // it is the oldest of its queue
 }
 
 func newPool(lease clientv3.Lease, grants *atomic.Int64) *pool {
@@ -130,6 +132,24 @@ func (p *pool) extend(key string, created int64, until time.Time) {
 		h.until = until
 		p.held[key] = h
 	}
+}
+
+// setFirst notes that an entry is the oldest of its queue.
+func (p *pool) setFirst(key string, created int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if h, ok := p.held[key]; ok && h.created == created {
+		h.first = true
+		p.held[key] = h
+	}
+}
+
+// isFirst says whether an entry is known to be the oldest of its queue, if it is there.
+func (p *pool) isFirst(key string, created int64) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	h := p.held[key]
+	return h.first && h.created == created
 }
 
 // until is when the lease of an entry ends, at the earliest, if it is one of this pool.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -36,18 +37,37 @@ func left(until time.Time, ttl time.Duration) time.Duration {
 	return max(min(time.Until(until), ttl), 0)
 }
 
-func exists(key string) clientv3.Cmp  { return clientv3.Compare(clientv3.CreateRevision(key), ">", 0) }
-func missing(key string) clientv3.Cmp { return clientv3.Compare(clientv3.CreateRevision(key), "=", 0) }
+func exists(key string) clientv3.Cmp  { return created(key, etcdserverpb.Compare_GREATER, 0) }
+func missing(key string) clientv3.Cmp { return created(key, etcdserverpb.Compare_EQUAL, 0) }
 
 // empty holds if there is no key with the prefix.
-func empty(prefix string) clientv3.Cmp { return missing(prefix).WithPrefix() }
+func empty(prefix string) clientv3.Cmp { return allOf(missing(prefix)) }
 
-// holds is true if the entry is there, was made at the revision, and is the oldest of its queue.
+// created compares the revision at which a key was made; a missing key's is 0. It is clientv3.Compare without the deep copy,
+// as allOf is WithPrefix without.
+func created(key string, result etcdserverpb.Compare_CompareResult, revision int64) clientv3.Cmp {
+	cmp := clientv3.CreateRevision(key)
+	c := cmp.GetCompare()
+	c.Result, c.TargetUnion = result, &etcdserverpb.Compare_CreateRevision{CreateRevision: revision}
+	return cmp
+}
+
+// allOf makes a compare of a prefix hold if it does for each key with it. If there is none, it compares a missing key.
+func allOf(cmp clientv3.Cmp) clientv3.Cmp {
+	c := cmp.GetCompare()
+	c.RangeEnd = []byte(clientv3.GetPrefixRangeEnd(string(c.Key)))
+	return cmp
+}
+
+// holds is true if the entry is there, was made at the revision, and is the oldest of its queue. The oldest stays the oldest, so
+// of an entry that this node has seen to be it, only the first is compared: etcd would read the whole queue for the other.
 func (s *Store) holds(id, request string, token uint64) []clientv3.Cmp {
-	return []clientv3.Cmp{
-		clientv3.Compare(clientv3.CreateRevision(s.keys.lock(id, request)), "=", int64(token)),
-		clientv3.Compare(clientv3.CreateRevision(s.keys.locks(id)), ">", int64(token)-1).WithPrefix(),
+	key := s.keys.lock(id, request)
+	cmps := []clientv3.Cmp{created(key, etcdserverpb.Compare_EQUAL, int64(token))}
+	if !s.pool.isFirst(key, int64(token)) {
+		cmps = append(cmps, allOf(created(s.keys.locks(id), etcdserverpb.Compare_GREATER, int64(token)-1)))
 	}
+	return cmps
 }
 
 // CreateSession implements session.Store.
@@ -56,15 +76,16 @@ func (s *Store) CreateSession(ctx context.Context, id string, data []byte, ttl t
 	defer cancel()
 	key, value := s.keys.session(id), encodeSession(ttl, data)
 	resp, until, err := s.withLease(octx, ttl, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
-		return s.txn(octx,
-			[]clientv3.Cmp{missing(key)},
-			[]clientv3.Op{
+		return s.group.txn(octx, &step{
+			about: key,
+			cmps:  []clientv3.Cmp{missing(key)},
+			then: []clientv3.Op{
 				clientv3.OpPut(key, value, clientv3.WithLease(lease)),
 				// What an expired session of the same id left, if nobody has removed it yet.
 				clientv3.OpDelete(s.keys.locks(id), clientv3.WithPrefix()),
 				clientv3.OpDelete(s.keys.messages(id), clientv3.WithPrefix()),
 			},
-			nil)
+		})
 	})
 	if err != nil {
 		return 0, 0, s.fail(ctx, err)
@@ -143,9 +164,8 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 
 	cmps := []clientv3.Cmp{exists(key)}
 	if save.Token != 0 {
+		// A grant from before the session was made anew is no grant of this one: its entry went when that was made.
 		cmps = append(cmps, s.holds(save.ID, save.Request, save.Token)...)
-		// A grant from before the session was made anew is no grant of this one.
-		cmps = append(cmps, clientv3.Compare(clientv3.CreateRevision(key), "<", int64(save.Token)))
 	} else {
 		cmps = append(cmps, empty(s.keys.locks(save.ID)))
 	}
@@ -154,21 +174,31 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 	}
 	value := encodeSession(save.TTL, save.Data)
 	entry := s.keys.lock(save.ID, save.Request)
+	var next *successor
+	if save.Release {
+		next = s.hub.successor(save.ID, entry)
+		defer next.settle()
+	}
 	resp, _, err := s.withLease(octx, save.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
-		then := []clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))}
-		if save.Release {
-			then = append(then, clientv3.OpDelete(entry))
+		p := &step{
+			about: key,
+			cmps:  cmps,
+			then:  []clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},
+			els:   []clientv3.Op{clientv3.OpGet(key, clientv3.WithKeysOnly()), s.firstEntry(save.ID)},
+			holds: save.Token != 0,
 		}
-		return s.txn(octx, cmps, then, []clientv3.Op{
-			clientv3.OpGet(key, clientv3.WithKeysOnly()),
-			s.firstEntry(save.ID),
-		})
+		if save.Release {
+			p.role, p.entry = releases, entry
+			p.then = append(append(p.then, clientv3.OpDelete(entry)), next.reads()...)
+		}
+		return s.group.txn(octx, p)
 	})
 	if err != nil {
 		return 0, s.fail(ctx, err)
 	}
 	if resp.Succeeded {
 		if save.Release {
+			next.granted(resp, 2)
 			s.pool.released(entry, resp.Header.Revision)
 		}
 		return uint64(resp.Header.Revision), nil
@@ -209,10 +239,11 @@ func (s *Store) TouchSession(ctx context.Context, id string) (time.Duration, err
 			return found.Remaining, nil
 		}
 		resp, until, err := s.withLease(octx, found.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
-			return s.txn(octx,
-				[]clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", int64(found.Revision))},
-				[]clientv3.Op{clientv3.OpPut(key, "", clientv3.WithIgnoreValue(), clientv3.WithLease(lease))},
-				nil)
+			return s.group.txn(octx, &step{
+				about: key,
+				cmps:  []clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", int64(found.Revision))},
+				then:  []clientv3.Op{clientv3.OpPut(key, "", clientv3.WithIgnoreValue(), clientv3.WithLease(lease))},
+			})
 		})
 		if err != nil {
 			return 0, s.fail(ctx, err)
@@ -228,11 +259,12 @@ func (s *Store) TouchSession(ctx context.Context, id string) (time.Duration, err
 func (s *Store) DestroySession(ctx context.Context, id string) (bool, error) {
 	octx, cancel := s.op(ctx)
 	defer cancel()
-	resp, err := s.txn(octx, nil, []clientv3.Op{
-		clientv3.OpDelete(s.keys.session(id)),
+	key := s.keys.session(id)
+	resp, err := s.group.txn(octx, &step{about: key, then: []clientv3.Op{
+		clientv3.OpDelete(key),
 		clientv3.OpDelete(s.keys.locks(id), clientv3.WithPrefix()),
 		clientv3.OpDelete(s.keys.messages(id), clientv3.WithPrefix()),
-	}, nil)
+	}})
 	if err != nil {
 		return false, s.fail(ctx, err)
 	}

@@ -5,6 +5,7 @@
 //
 //   - sessions and messages share leases by TTL (leases), lock entries take theirs out of a pool (pool), so that hardly
 //     any operation grants or revokes one;
+//   - what comes while a transaction is under way is sent together, as one transaction (group);
 //   - a node has one watch for all its waiters and one for all its subscribers (hub), opened once: a watch that is opened
 //     for one waiter at a revision gone by would join etcd's slow group and cost 100 ms a hand-over.
 //
@@ -28,6 +29,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -60,6 +62,8 @@ type Config struct {
 	Watcher clientv3.Watcher
 	// Members is how many members of a cluster the clients take in turn.
 	Members int
+	// Metrics takes the store's metrics. Default: none are served.
+	Metrics prometheus.Registerer
 	// Prefix is put before every key.
 	Prefix string
 	// AttachGrace is how long a front-end may be attached nowhere. Default lock.DefaultAttachGrace.
@@ -79,6 +83,7 @@ type Store struct {
 	grants atomic.Int64
 	checks atomic.Int64
 
+	group   *group
 	leases  *leases
 	pool    *pool
 	hub     *hub
@@ -110,6 +115,10 @@ func Open(cfg Config) *Store {
 		logger: cfg.Logger,
 		node:   rand.Text(),
 		cancel: cancel,
+	}
+	s.group = newGroup(cfg.KV)
+	if cfg.Metrics != nil {
+		cfg.Metrics.MustRegister(s.group.sizes)
 	}
 	s.leases = newLeases(s.lease, &s.grants)
 	s.pool = newPool(s.lease, &s.grants)
@@ -163,6 +172,7 @@ func (s *Store) Close(ctx context.Context) {
 		s.pool.close(ctx)
 		s.leave(ctx)
 	}
+	s.group.close()
 }
 
 // Down is closed while etcd cannot be reached.
@@ -191,7 +201,7 @@ func (s *Store) op(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(clientv3.WithRequireLeader(ctx), opTimeout)
 }
 
-// txn runs a transaction.
+// txn runs a transaction that is about more than one session, or none. All others go through the group.
 func (s *Store) txn(ctx context.Context, cmps []clientv3.Cmp, then, els []clientv3.Op) (*clientv3.TxnResponse, error) {
 	return s.kv.Txn(ctx).If(cmps...).Then(then...).Else(els...).Commit()
 }

@@ -129,8 +129,9 @@ type Place interface {
 	// Join puts the caller's entry at the end of the queue, or takes over the one of the same request, if the session
 	// exists. With ifFree it does so only if the queue is empty.
 	Join(ctx context.Context, ifFree bool) (View, error)
-	// Check starts the TTL of the waiting entry anew, then shows the queue. It writes nothing and is never called again
-	// once it has shown that the lock is held. A view with Own nil says that the entry is gone.
+	// Check starts the TTL of the waiting entry anew, if a grant would not have the whole of it, then shows the queue. It writes nothing and is never called again
+	// once it has shown that the lock is held. A view with Own nil says that the entry is gone. Who holds the lock, if not
+	// the caller, and how many wait it need not show.
 	Check(ctx context.Context) (View, error)
 	// CheckAfter is how long the entry may wait until the next Check, lest its TTL ends.
 	CheckAfter() time.Duration

@@ -1,0 +1,335 @@
+package etcdstore
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+)
+
+const (
+	// How many transactions may be under way before what comes is gathered.
+	maxUnderWay = 1
+	// After so long a transaction counts as under way no more, so that one that a member leaves unanswered holds up nobody
+	// for longer.
+	patience = 50 * time.Millisecond
+	// How long a step that is in no hurry waits for company.
+	companyTimeout = time.Millisecond
+	// Bounds on one transaction. Etcd's own defaults are 128 operations, where what counts is how many there are on each level
+	// added up, and 1.5 MiB.
+	maxGroupOps   = 128
+	maxGroupBytes = 1 << 20
+	// What an operation or a compare takes beside keys and values, at most.
+	opOverhead = 64
+)
+
+// errNotSent says that a step was not sent, so it certainly has not been carried out.
+var errNotSent = errors.New("not sent")
+
+// group sends transactions to etcd: at once while few are under way, and what comes while more are is gathered and sent as
+// one transaction of nested ones, each with its own compares and its own answer. A commit costs about the same however much
+// is in it, so that what many callers do at the same time costs little more than what one does.
+//
+// A transaction is one moment, and etcd evaluates all compares before it carries out the first operation. So steps that
+// touch the same keys are kept out of one transaction: two lock entries would get the same revision, and with it the same
+// fencing token; two messages the same position; a key written twice, or written and deleted, makes etcd refuse the whole.
+// All steps name the session that they are about, all their keys are that session's, and there is one step for a session in a
+// transaction, with one exception: a release, and after it another request's acquire. No compare of either speaks of what
+// the other changes, the operations are carried out in this order, so the acquire finds the queue without the entry that
+// went and the session as it was saved, and the token is greater than the one before it, which was given at an earlier
+// revision.
+//
+// An acquire of a session whose queue has a waiter on this node already is in no hurry. It waits a moment for company: the
+// answer to a release goes to the one caller and the grant to the next, so when callers come again and again the acquire
+// of the one and the release of the other arrive at about the same time, and if the acquire were sent alone the release, for
+// which all others wait, would have to wait for its commit.
+//
+// When etcd refuses a transaction as a whole because of one step (its lease has ended, say; or it writes while there is no
+// space left), the steps are sent again one by one.
+type group struct {
+	kv       clientv3.KV
+	limit    int           // transactions under way
+	patience time.Duration // until one counts no more
+	sizes    prometheus.Histogram
+
+	ctx    context.Context //nolint:containedctx // of transactions that belong to several callers; ends with close
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+
+	mu       sync.Mutex
+	underWay int
+	queue    []*step // as it will be sent; while there is room for a transaction only patient ones
+}
+
+// step is a transaction of one caller.
+type step struct {
+	// about is the key of the session that it is about.
+	about string
+	role  role
+	// entry is the lock entry that is removed or made, for the roles that do.
+	entry string
+	// holds says that it comes from who holds the session's lock. It goes before the acquires that wait to be sent.
+	holds bool
+	// patient says that it is in no hurry: it goes with the next transaction that is sent, or alone after a moment.
+	patient bool // under the group's lock
+
+	cmps      []clientv3.Cmp
+	then, els []clientv3.Op
+
+	bytes  int
+	answer chan answer
+	left   atomic.Bool // nobody waits for the answer any more
+}
+
+// role says what else of its session may share a transaction with a step.
+type role int
+
+const (
+	apart    role = iota // nothing
+	releases             // an acquire after it
+	acquires             // a release before it
+)
+
+type answer struct {
+	resp *clientv3.TxnResponse
+	err  error
+}
+
+func newGroup(kv clientv3.KV) *group {
+	g := &group{
+		kv: kv, limit: maxUnderWay, patience: patience,
+		sizes: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name:    "sessiond_etcd_transaction_operations",
+			Help:    "How many callers' operations a transaction sent to etcd carried.",
+			Buckets: prometheus.ExponentialBuckets(1, 2, 8),
+		}),
+	}
+	g.ctx, g.cancel = context.WithCancel(clientv3.WithRequireLeader(context.Background()))
+	return g
+}
+
+// close ends what is under way and waits for it. Nothing may be sent any more.
+func (g *group) close() {
+	g.cancel()
+	g.wg.Wait()
+}
+
+// txn sends a step, alone or together with others, and returns its answer. An error that is not errNotSent leaves open
+// whether it was carried out, unless it says so itself.
+func (g *group) txn(ctx context.Context, s *step) (*clientv3.TxnResponse, error) {
+	if ctx.Err() != nil {
+		return nil, fmt.Errorf("%w: %w", errNotSent, ctx.Err())
+	}
+	g.mu.Lock()
+	if g.underWay < g.limit && len(g.queue) == 0 && !s.patient {
+		g.underWay++
+		g.mu.Unlock()
+		// In the caller's goroutine and with its context: there is nobody else's step in it.
+		defer g.started()()
+		g.sizes.Observe(1)
+		return g.send(ctx, s)
+	}
+	s.measure()
+	s.answer = make(chan answer, 1)
+	if s.patient {
+		timer := time.AfterFunc(companyTimeout, func() {
+			g.mu.Lock()
+			defer g.mu.Unlock()
+			s.patient = false
+			g.sendQueue()
+		})
+		defer timer.Stop()
+	}
+	g.enqueue(s)
+	g.sendQueue()
+	g.mu.Unlock()
+
+	select {
+	case a := <-s.answer:
+		return a.resp, a.err
+	case <-ctx.Done():
+	}
+	if g.withdraw(s) {
+		return nil, fmt.Errorf("%w: %w", errNotSent, ctx.Err())
+	}
+	s.left.Store(true)
+	select {
+	case a := <-s.answer:
+		return a.resp, a.err
+	default:
+		return nil, ctx.Err()
+	}
+}
+
+// enqueue puts a step at the end of the queue, or, if it is the holder's, before the first acquire of the same session:
+// each of those takes a transaction of its own, and all of them wait for the holder.
+func (g *group) enqueue(s *step) {
+	at := -1
+	if s.holds {
+		at = slices.IndexFunc(g.queue, func(other *step) bool { return other.about == s.about && other.role == acquires })
+	}
+	if at < 0 {
+		at = len(g.queue)
+	}
+	g.queue = slices.Insert(g.queue, at, s)
+}
+
+// withdraw takes a step out of the queue, unless it has been sent.
+func (g *group) withdraw(s *step) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	i := slices.Index(g.queue, s)
+	if i < 0 {
+		return false
+	}
+	g.queue = slices.Delete(g.queue, i, i+1)
+	return true
+}
+
+// started is called when a transaction is sent, and what it returns when its answer is there.
+func (g *group) started() (ended func()) {
+	next := sync.OnceFunc(g.next)
+	timer := time.AfterFunc(g.patience, next)
+	return func() {
+		timer.Stop()
+		next()
+	}
+}
+
+// next is called when a transaction does not count as under way any more.
+func (g *group) next() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.underWay--
+	g.sendQueue()
+}
+
+// sendQueue sends what has been gathered, if there is room, and unless all of it is patient.
+func (g *group) sendQueue() {
+	for g.underWay < g.limit && slices.ContainsFunc(g.queue, func(s *step) bool { return !s.patient }) {
+		steps := g.gather()
+		g.underWay++
+		g.wg.Go(func() { g.sendAll(steps) })
+	}
+}
+
+// gather takes out of the queue what goes into one transaction. The first step always does. Steps about one session keep
+// their order.
+func (g *group) gather() []*step {
+	var steps, rest []*step
+	type share struct {
+		role  role
+		entry string
+	}
+	about := make(map[string]share, len(g.queue))
+	ops, bytes := 0, 0
+	for _, s := range g.queue {
+		own := max(ops, s.ops())
+		fits := len(steps) == 0 || len(steps)+1+own <= maxGroupOps && bytes+s.bytes <= maxGroupBytes
+		if other, there := about[s.about]; there {
+			fits = fits && other.role == releases && s.role == acquires && other.entry != s.entry
+			about[s.about] = share{apart, ""}
+		} else if fits {
+			about[s.about] = share{s.role, s.entry}
+		} else {
+			about[s.about] = share{apart, ""}
+		}
+		if !fits {
+			rest = append(rest, s)
+			continue
+		}
+		steps = append(steps, s)
+		ops, bytes = own, bytes+s.bytes
+	}
+	g.queue = rest
+	return steps
+}
+
+// ops is how many operations etcd counts for a step.
+func (s *step) ops() int { return max(len(s.cmps), len(s.then), len(s.els)) }
+
+// measure finds out how many bytes a step takes in a request, at most.
+func (s *step) measure() {
+	for _, c := range s.cmps {
+		s.bytes += opOverhead + len(c.KeyBytes()) + len(c.GetCompare().RangeEnd) + len(c.ValueBytes())
+	}
+	for _, ops := range [][]clientv3.Op{s.then, s.els} {
+		for _, op := range ops {
+			s.bytes += opOverhead + len(op.KeyBytes()) + len(op.RangeBytes()) + len(op.ValueBytes())
+		}
+	}
+}
+
+// send sends one step as a transaction of its own.
+func (g *group) send(ctx context.Context, s *step) (*clientv3.TxnResponse, error) {
+	return g.kv.Txn(ctx).If(s.cmps...).Then(s.then...).Else(s.els...).Commit()
+}
+
+// sendAll sends steps as one transaction.
+func (g *group) sendAll(steps []*step) {
+	defer g.started()()
+	g.sizes.Observe(float64(len(steps)))
+	// Each caller has its own limit, which began earlier.
+	ctx, cancel := context.WithTimeout(g.ctx, opTimeout)
+	defer cancel()
+	if len(steps) == 1 {
+		resp, err := g.send(ctx, steps[0])
+		steps[0].answer <- answer{resp, err}
+		return
+	}
+	ops := make([]clientv3.Op, len(steps))
+	for i, s := range steps {
+		ops[i] = clientv3.OpTxn(s.cmps, s.then, s.els)
+	}
+	resp, err := g.kv.Txn(ctx).Then(ops...).Commit()
+	if refused(err) {
+		g.sendSingly(ctx, steps)
+		return
+	}
+	for i, s := range steps {
+		if err != nil {
+			s.answer <- answer{nil, err}
+			continue
+		}
+		own := (*clientv3.TxnResponse)(resp.Responses[i].GetResponseTxn())
+		own.Header = resp.Header // nested answers have no revision of their own
+		s.answer <- answer{own, nil}
+	}
+}
+
+// sendSingly sends steps of which one has made etcd refuse all.
+func (g *group) sendSingly(ctx context.Context, steps []*step) {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for _, s := range steps {
+		if s.left.Load() {
+			continue // and nothing has been changed
+		}
+		wg.Go(func() {
+			g.sizes.Observe(1)
+			resp, err := g.send(ctx, s)
+			s.answer <- answer{resp, err}
+		})
+	}
+}
+
+// refused says whether etcd has looked at a transaction and refused it, because of something in it.
+func refused(err error) bool {
+	for _, target := range []error{
+		rpctypes.ErrLeaseNotFound, rpctypes.ErrDuplicateKey, rpctypes.ErrTooManyOps, rpctypes.ErrRequestTooLarge,
+		rpctypes.ErrGRPCRequestTooLarge, rpctypes.ErrKeyNotFound,
+		rpctypes.ErrNoSpace, // what only removes is not refused for that
+	} {
+		if errors.Is(err, target) {
+			return true
+		}
+	}
+	return false
+}
