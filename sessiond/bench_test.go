@@ -3,107 +3,204 @@ package sessiond_test
 import (
 	"context"
 	"fmt"
+	"iter"
 	"log/slog"
 	"sync"
 	"testing"
+	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/sessiond/sessiond/client"
 	"github.com/sessiond/sessiond/sessiond"
-
-	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
 )
 
-// BenchmarkPut is the limit, in the same run: plain durable writes of the same size to the same kind of etcd, over gRPC.
-func BenchmarkPut(b *testing.B) {
-	srv, err := sessiond.New(b.Context(), sessiond.Config{DataDir: b.TempDir(), Listen: "127.0.0.1:0", Logger: slog.New(slog.DiscardHandler)})
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer func() { _ = srv.Close() }()
-	etcd, err := clientv3.New(clientv3.Config{Endpoints: srv.EtcdEndpoints()})
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer func() { _ = etcd.Close() }()
-	value := string(make([]byte, 4<<10))
-	for _, callers := range []int{1, 32, 128} {
-		b.Run(fmt.Sprintf("callers=%d", callers), func(b *testing.B) {
-			var wg sync.WaitGroup
-			for i := range callers {
-				wg.Go(func() {
-					for n := i; n < b.N; n += callers {
-						if _, err := etcd.Put(b.Context(), fmt.Sprintf("bench/%d", i), value); err != nil {
-							b.Error(err)
-							return
-						}
-					}
-				})
-			}
-			wg.Wait()
-			b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "puts/s")
-		})
-	}
+// The benchmarks of the hot paths go through the Go client over loopback to a node with an embedded etcd, all in this process.
+// Each reports what one caller after the other, or all callers together, get done in a second; BenchmarkPut and BenchmarkGet are
+// the limits: plain writes and reads of the same size, to the same kind of etcd.
+
+const benchBytes = 1 << 10
+
+type bench struct {
+	*testing.B
+
+	sessions *client.Client
+	etcd     *clientv3.Client
+	data     []byte
 }
 
-// BenchmarkCycle is a whole locked request of a front-end: acquire with read, save with release.
-func BenchmarkCycle(b *testing.B) {
+func newBench(b *testing.B) *bench {
+	b.Helper()
 	srv, err := sessiond.New(b.Context(), sessiond.Config{DataDir: b.TempDir(), Listen: "127.0.0.1:0", Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		b.Fatal(err)
 	}
 	done := make(chan error, 1)
-	ctx, stop := context.WithCancel(b.Context())
+	ctx, stop := context.WithCancel(context.WithoutCancel(b.Context()))
 	go func() { done <- srv.Run(ctx) }()
-	defer func() {
+	b.Cleanup(func() {
 		stop()
 		if err := <-done; err != nil {
 			b.Error(err)
 		}
-	}()
+	})
 	<-srv.Ready()
-	conn, err := srv.Dial()
+	etcd, err := clientv3.New(clientv3.Config{Endpoints: srv.EtcdEndpoints()})
 	if err != nil {
 		b.Fatal(err)
 	}
-	defer conn.Close()
-	sessions, locks := sessiondv1.NewSessionServiceClient(conn), sessiondv1.NewLockServiceClient(conn)
-	data := make([]byte, 4<<10)
-	cycle := func(id, request string) error {
-		got, err := locks.Acquire(ctx, &sessiondv1.AcquireRequest{SessionId: id, RequestId: request, ReadSession: true})
-		if err != nil {
-			return err
-		}
-		_, err = sessions.Save(ctx, &sessiondv1.SaveRequest{
-			SessionId: id, Data: data, Ttl: got.GetSession().GetTtl(),
-			FencingToken: got.GetGrant().GetFencingToken(), RequestId: request, Release: true,
-		})
-		return err
+	b.Cleanup(func() { _ = etcd.Close() })
+	sessions, err := client.New([]string{srv.Addr().String()}, client.Options{})
+	if err != nil {
+		b.Fatal(err)
 	}
-	for _, callers := range []int{1, 32, 128} {
-		b.Run(fmt.Sprintf("callers=%d", callers), func(b *testing.B) {
-			ids := make([]string, callers)
-			for i := range ids {
-				resp, err := sessions.Create(ctx, &sessiondv1.CreateRequest{Data: data})
-				if err != nil {
-					b.Fatal(err)
-				}
-				ids[i] = resp.GetSession().GetId()
-			}
-			b.ResetTimer()
-			var wg sync.WaitGroup
-			for i, id := range ids {
-				wg.Go(func() {
-					for n := i; n < b.N; n += callers {
-						if err := cycle(id, fmt.Sprintf("r%d-%d", b.N, n)); err != nil {
-							b.Error(err)
-							return
-						}
+	b.Cleanup(func() { _ = sessions.Close() })
+	return &bench{B: b, sessions: sessions, etcd: etcd, data: make([]byte, benchBytes)}
+}
+
+// create makes sessions and returns their ids.
+func (b *bench) create(count int) []string {
+	b.Helper()
+	ids := make([]string, count)
+	for i := range ids {
+		s, err := b.sessions.Create(b.Context(), b.data, client.CreateOptions{})
+		if err != nil {
+			b.Fatal(err)
+		}
+		ids[i] = s.ID
+	}
+	return ids
+}
+
+// callers has each of so many callers do something again and again, b.N times in all.
+func (b *bench) callers(count int, unit string, do func(caller int) error) {
+	b.Run(fmt.Sprintf("callers=%d", count), func(b *testing.B) {
+		b.ReportAllocs()
+		var wg sync.WaitGroup
+		for caller := range count {
+			wg.Go(func() {
+				for n := caller; n < b.N; n += count {
+					if err := do(caller); err != nil {
+						b.Error(err)
+						return
 					}
-				})
-			}
-			wg.Wait()
-			b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "cycles/s")
+				}
+			})
+		}
+		wg.Wait()
+		b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), unit+"/s")
+	})
+}
+
+// cycle is a whole locked request of a front-end: acquire with read, save with release.
+func (b *bench) cycle(id string) error {
+	return b.sessions.WithLock(b.Context(), id, client.AcquireOptions{}, func(_ context.Context, data []byte) ([]byte, error) { return data, nil })
+}
+
+func benchKey(caller int) string { return fmt.Sprintf("bench/%d", caller) }
+
+// BenchmarkPut is the limit of what commits: durable writes to etcd, over gRPC.
+func BenchmarkPut(b *testing.B) {
+	bench := newBench(b)
+	value := string(bench.data)
+	for _, count := range []int{1, 16, 128} {
+		bench.callers(count, "puts", func(caller int) error {
+			_, err := bench.etcd.Put(b.Context(), benchKey(caller), value)
+			return err
 		})
+	}
+}
+
+// BenchmarkGet is the limit of what reads: linearizable reads of etcd, over gRPC.
+func BenchmarkGet(b *testing.B) {
+	bench := newBench(b)
+	for caller := range 128 {
+		if _, err := bench.etcd.Put(b.Context(), benchKey(caller), string(bench.data)); err != nil {
+			b.Fatal(err)
+		}
+	}
+	for _, count := range []int{1, 128} {
+		bench.callers(count, "gets", func(caller int) error {
+			_, err := bench.etcd.Get(b.Context(), benchKey(caller))
+			return err
+		})
+	}
+}
+
+// BenchmarkCycle has callers with a session each.
+func BenchmarkCycle(b *testing.B) {
+	bench := newBench(b)
+	ids := bench.create(128)
+	for _, count := range []int{1, 16, 128} {
+		bench.callers(count, "cycles", func(caller int) error { return bench.cycle(ids[caller]) })
+	}
+}
+
+// BenchmarkContended has callers that share one session.
+func BenchmarkContended(b *testing.B) {
+	bench := newBench(b)
+	id := bench.create(1)[0]
+	for _, count := range []int{16, 64} {
+		bench.callers(count, "hand-overs", func(int) error { return bench.cycle(id) })
+	}
+}
+
+// BenchmarkBurst is 16 requests of one session at once, whose handlers take 5 ms: 80 ms are the limit.
+func BenchmarkBurst(b *testing.B) {
+	bench := newBench(b)
+	id := bench.create(1)[0]
+	for b.Loop() {
+		var wg sync.WaitGroup
+		for range 16 {
+			wg.Go(func() {
+				err := bench.sessions.WithLock(b.Context(), id, client.AcquireOptions{}, func(_ context.Context, data []byte) ([]byte, error) {
+					<-time.After(5 * time.Millisecond)
+					return data, nil
+				})
+				if err != nil {
+					b.Error(err)
+				}
+			})
+		}
+		wg.Wait()
+	}
+}
+
+// BenchmarkRead reads sessions.
+func BenchmarkRead(b *testing.B) {
+	bench := newBench(b)
+	ids := bench.create(128)
+	for _, count := range []int{1, 128} {
+		bench.callers(count, "reads", func(caller int) error {
+			_, err := bench.sessions.Read(b.Context(), ids[caller])
+			return err
+		})
+	}
+}
+
+// BenchmarkDeliver is from the call of Publish until a subscriber has the message.
+func BenchmarkDeliver(b *testing.B) {
+	bench := newBench(b)
+	id := bench.create(1)[0]
+	ctx, cancel := context.WithCancel(b.Context())
+	defer cancel()
+	messages, err := bench.sessions.Subscribe(ctx, id, 0, "bench")
+	if err != nil {
+		b.Fatal(err)
+	}
+	next, stop := iter.Pull2(messages)
+	defer stop()
+	for n := 1; b.Loop(); n++ {
+		if _, err := bench.sessions.Publish(ctx, id, "bench", bench.data, client.PublishOptions{TTL: time.Minute}); err != nil {
+			b.Fatal(err)
+		}
+		if _, err, ok := next(); err != nil || !ok {
+			b.Fatal(err)
+		}
+		if n%500 == 0 { // there is a limit on what a session stores
+			if err := bench.sessions.Trim(ctx, id, "bench", 1<<62); err != nil {
+				b.Fatal(err)
+			}
+		}
 	}
 }
