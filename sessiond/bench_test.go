@@ -198,7 +198,7 @@ func BenchmarkDeliver(b *testing.B) {
 			b.Fatal(err)
 		}
 		if n%500 == 0 { // there is a limit on what a session stores
-			if err := bench.sessions.Trim(ctx, id, "bench", 1<<62); err != nil {
+			if err := bench.sessions.Trim(ctx, id, "bench", 1<<62, 0); err != nil {
 				b.Fatal(err)
 			}
 		}

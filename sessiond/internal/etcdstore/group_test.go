@@ -278,11 +278,11 @@ func TestGroupBounds(t *testing.T) {
 	g := newGroup(etcd.KV())
 	defer g.close()
 	var wg sync.WaitGroup
-	for i := range 400 {
+	for i := range 300 {
 		wg.Go(func() {
 			s := putStep("many")
-			if i%8 == 0 {
-				s = large(300 << 10)
+			if i%40 == 0 {
+				s = large(400 << 10)
 			}
 			if resp, err := g.txn(t.Context(), s); err != nil || !resp.Succeeded {
 				t.Errorf("%v, %v", resp, err)

@@ -203,7 +203,7 @@ func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint
 		}
 	}
 	for part := range slices.Chunk(ops, maxTxnOps) {
-		if _, err := s.txn(octx, nil, part, nil); err != nil {
+		if _, err := s.group.txn(octx, &step{about: s.keys.session(sessionID), then: part}); err != nil {
 			return 0, s.fail(ctx, err)
 		}
 	}
@@ -243,7 +243,7 @@ func (s *Store) retain(ctx context.Context, sessionID, stream string, ttl time.D
 				cmps = append(cmps, clientv3.Compare(clientv3.CreateRevision(string(kv.Key)), "=", kv.CreateRevision))
 				then = append(then, clientv3.OpPut(string(kv.Key), "", clientv3.WithIgnoreValue(), clientv3.WithLease(lease)))
 			}
-			return s.txn(cctx, cmps, then, nil)
+			return s.group.txn(cctx, &step{about: s.keys.session(sessionID), cmps: cmps, then: then})
 		})
 		cancel()
 		if err != nil {

@@ -7,7 +7,6 @@ import (
 
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/logging"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/status"
 )
 
 // unaryLog logs calls when they end. The library's interceptor gathers what it may have to log before each call, at the cost of
@@ -20,7 +19,7 @@ func unaryLog(logger *slog.Logger, library grpc.UnaryServerInterceptor) grpc.Una
 		}
 		began := time.Now()
 		resp, err := handler(ctx, req)
-		if !logger.Enabled(ctx, slog.Level(logLevel(status.Code(err)))) {
+		if !logger.Enabled(ctx, slog.Level(errorLevel(err))) {
 			return resp, err
 		}
 		// The library keeps fields that are there, so these stand in for its own.

@@ -137,3 +137,6 @@ func logLevel(code codes.Code) logging.Level {
 		return logging.LevelDebug
 	}
 }
+
+// errorLevel is the level of a call that ends with an error of gRPC, or with none.
+func errorLevel(err error) logging.Level { return logLevel(status.Code(err)) }
