@@ -17,7 +17,8 @@ LISTEN   ?= 127.0.0.1:8080
 DATA_DIR ?= ./data
 # More flags for the program that `make run` or `make demo` starts.
 ARGS     ?=
-# quick is the comparison in less than five minutes; more flags with BENCH_FLAGS, see --help.
+# quick is the comparison in less than five minutes, scale is very many of everything instead, "scale quick" is less of it; more
+# flags with BENCH_FLAGS, see .bin/bench --help.
 BENCH       ?=
 BENCH_FLAGS ?=
 # Where the results of the comparison go.
@@ -92,8 +93,8 @@ client-python: $(BIN)/buf ## Set up client/python: Debian packages if they are m
 	@$(PYTHON) -c 'import google.protobuf, grpc' || { echo "client-python: PYTHON=$(PYTHON) lacks protobuf or grpcio"; exit 1; }
 	@$(BIN)/buf generate --template client/python/buf.gen.yaml
 
-bench: $(BIN)/etcd $(BIN)/sessiond $(BIN)/bench redis ## Compare with what others use, side by side (BENCH=quick, BENCH_FLAGS, BENCH_OUT).
-	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(BIN)/bench --out '$(BENCH_OUT)' $(if $(filter quick,$(BENCH)),--quick) $(BENCH_FLAGS)
+bench: $(BIN)/etcd $(BIN)/sessiond $(BIN)/bench redis ## Compare with what others use, side by side (BENCH=quick or scale, BENCH_FLAGS, BENCH_OUT).
+	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(BIN)/bench --out '$(BENCH_OUT)' $(if $(filter quick,$(BENCH)),--quick) $(if $(filter scale,$(BENCH)),--only scale) $(BENCH_FLAGS)
 
 redis:
 	@missing=; command -v redis-server >/dev/null || missing=redis-server; .ci/debian bench $$missing

@@ -31,15 +31,25 @@ const (
 	exitUsage  = 2
 )
 
-// What can be run, in this order.
+// What can be run, in this order. What begins with scale takes long and much memory, and is not run by default.
 const (
 	sectionCycle      = "cycle"
 	sectionContention = "contention"
 	sectionMessages   = "messages"
 	sectionFrontEnds  = "front-ends"
+
+	scale          = "scale"
+	scaleSessions  = "scale-sessions"
+	scaleLocks     = "scale-locks"
+	scaleExpiry    = "scale-expiry"
+	scaleWaiters   = "scale-waiters"
+	scaleFrontEnds = "scale-front-ends"
 )
 
-var sections = []string{sectionCycle, sectionContention, sectionMessages, sectionFrontEnds}
+var (
+	comparison = []string{sectionCycle, sectionContention, sectionMessages, sectionFrontEnds}
+	scales     = []string{scaleSessions, scaleLocks, scaleExpiry, scaleWaiters, scaleFrontEnds}
+)
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -55,6 +65,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		err = serveEmpty(ctx, args[1:])
 	case len(args) > 0 && args[0] == childFrontEnd:
 		err = serveFrontEnd(ctx, args[1:])
+	case len(args) > 0 && args[0] == childAttached:
+		err = serveAttached(ctx, args[1:])
 	default:
 		var c config
 		if c, err = parse(args, stderr); err != nil {
@@ -86,10 +98,11 @@ type config struct {
 
 func parse(args []string, stderr io.Writer) (config, error) {
 	c := config{rounds: 3, settle: 500 * time.Millisecond, measure: 1500 * time.Millisecond, bursts: 10}
+	all := slices.Concat(comparison, scales)
 	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	flags.BoolVar(&c.quick, "quick", false, "shorter runs and smaller numbers: less than five minutes")
-	only := flags.String("only", strings.Join(sections, ","), "`sections` to run, of "+strings.Join(sections, ", "))
+	only := flags.String("only", strings.Join(comparison, ","), "`sections` to run, of "+strings.Join(all, ", ")+"; "+scale+" is all of those")
 	flags.StringVar(&c.out, "out", "bench-results", "`folder` for results.txt, results.json and the plots; made if missing")
 	flags.StringVar(&c.dir, "dir", "", "`folder` on a real disk for what contestants store (default: a temporary one beside --out, removed at the end)")
 	if err := flags.Parse(args); err != nil {
@@ -99,10 +112,14 @@ func parse(args []string, stderr io.Writer) (config, error) {
 		return c, fmt.Errorf("unexpected argument %q", flags.Arg(0))
 	}
 	for s := range strings.SplitSeq(*only, ",") {
-		if !slices.Contains(sections, s) {
-			return c, fmt.Errorf("--only: no section %q; there are %s", s, strings.Join(sections, ", "))
+		switch {
+		case s == scale:
+			c.sections = append(c.sections, scales...)
+		case slices.Contains(all, s):
+			c.sections = append(c.sections, s)
+		default:
+			return c, fmt.Errorf("--only: no section %q; there are %s", s, strings.Join(all, ", "))
 		}
-		c.sections = append(c.sections, s)
 	}
 	if c.quick {
 		c.settle, c.measure, c.bursts = 150*time.Millisecond, 500*time.Millisecond, 3
@@ -136,21 +153,29 @@ func (c *config) run(ctx context.Context, stdout, stderr io.Writer) (err error) 
 		{sectionContention, b.runContention},
 		{sectionMessages, b.runMessages},
 		{sectionFrontEnds, b.runFrontEnds},
+		{scaleSessions, b.runScaleSessions},
+		{scaleLocks, b.runScaleLocks},
+		{scaleExpiry, b.runScaleExpiry},
+		{scaleWaiters, b.runScaleWaiters},
+		{scaleFrontEnds, b.runScaleFrontEnds},
 	} {
 		if !slices.Contains(c.sections, s.name) {
 			continue
 		}
-		if err = s.run(ctx); err != nil {
-			err = fmt.Errorf("%s: %w", s.name, err)
+		// What one section cannot do is no reason to lose the others.
+		if serr := s.run(ctx); serr != nil {
+			serr = fmt.Errorf("%s: %w", s.name, serr)
+			b.say("FAILED: %v", serr)
+			r.Failures = append(r.Failures, serr.Error())
+			err = errors.Join(err, serr, b.stop(context.WithoutCancel(ctx)))
+		}
+		if ctx.Err() != nil {
 			break
 		}
 	}
 	err = errors.Join(err, b.stop(context.WithoutCancel(ctx)))
-	if err != nil {
-		return err
-	}
 	r.Seconds = time.Since(began).Seconds()
-	return r.write(c.out, stdout)
+	return errors.Join(err, r.write(c.out, stdout))
 }
 
 // raiseFileLimit allows as many open files as the system lets this process have; children inherit it.

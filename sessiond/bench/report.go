@@ -23,6 +23,7 @@ type report struct {
 	Works     []*workReport
 	Figures   []*figures `json:",omitempty"`
 	Targets   []target
+	Failures  []string `json:",omitempty"` // of whole sections
 
 	config *config
 }
@@ -214,14 +215,21 @@ func (r *report) text(out io.Writer) {
 		f.text(out)
 	}
 	r.textOfTargets(out)
+	for _, f := range r.Failures {
+		fmt.Fprintf(out, "\nFAILED: %s\n", f)
+	}
 }
 
 // short is the name of a base as the head of a column.
 func short(base string) string {
-	if base == nameSDK {
+	switch base {
+	case namePut:
+		return "Put"
+	case nameSDK:
 		return "SDK"
+	default:
+		return "1st"
 	}
-	return "Put"
 }
 
 // number has three digits or so; what is not there is a dash.
