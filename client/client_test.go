@@ -347,7 +347,10 @@ func TestC1SaveCutOff(t *testing.T) {
 		"carried out, released":           {grant, failure(codes.Aborted, "LOCK_LOST"), "new", 2, 9, nil},
 		"lock lost, or saved over since":  {grant, failure(codes.Aborted, "LOCK_LOST"), "other", 2, 0, client.ErrOutcomeUnknown},
 		"carried out, revision":           {client.SaveOptions{ExpectedRevision: 3}, failure(codes.Aborted, "REVISION_MISMATCH"), "new", 2, 9, nil},
+		"locked since, carried out":       {client.SaveOptions{ExpectedRevision: 3}, failure(codes.Aborted, "SESSION_LOCKED"), "new", 2, 9, nil},
+		"locked since":                    {client.SaveOptions{ExpectedRevision: 3}, failure(codes.Aborted, "SESSION_LOCKED"), "other", 2, 0, client.ErrOutcomeUnknown},
 		"session gone":                    {grant, failure(codes.NotFound, "SESSION_NOT_FOUND"), "", 2, 0, client.ErrSessionNotFound},
+		"session gone since, unknown":     {grant, failure(codes.NotFound, "SESSION_NOT_FOUND"), "", 2, 0, client.ErrOutcomeUnknown},
 		"etcd gone meanwhile":             {grant, failure(codes.Unavailable, "BACKEND_UNAVAILABLE"), "", 2, 0, client.ErrOutcomeUnknown},
 		"shutting down, with a condition": {grant, failure(codes.Unavailable, "SHUTTING_DOWN"), "", 2, 7, nil},
 	} {

@@ -85,7 +85,7 @@ type SaveOptions struct {
 // Save replaces a session's data and starts its TTL anew; it returns the new revision. It never creates:
 // [ErrSessionNotFound] if the session is gone. A refused save changes nothing. Other errors: those named at
 // [SaveOptions], [ErrSessionTooLarge], [ErrInvalidArgument], [ErrUnavailable] (with [ErrOutcomeUnknown] if it may have
-// been saved).
+// been saved; so has [ErrSessionNotFound] if it may have been saved before the session went).
 func (c *Client) Save(ctx context.Context, id string, data []byte, opts SaveOptions) (uint64, error) {
 	revision, err := c.save(ctx, id, data, opts)
 	if opts.Grant != nil && (err == nil && opts.Release || errors.Is(err, ErrLockLost) || errors.Is(err, ErrSessionNotFound)) {
@@ -113,19 +113,22 @@ func (c *Client) save(ctx context.Context, id string, data []byte, opts SaveOpti
 }
 
 // saveAgain finds out whether a save that was cut off was carried out, by trying it again: its condition lets it happen
-// once. If the condition does not hold any more, the save was carried out if the session holds what it wrote.
+// once. If the condition does not hold any more, or somebody has locked the session since, the save was carried out if the session
+// holds what it wrote. A session that has gone since tells nothing.
 func (c *Client) saveAgain(ctx context.Context, req *sessiondv1.SaveRequest, unknown error) (uint64, error) {
 	resp, err := call(ctx, c.callTimeout, "save session", c.sessions.Save, req, attempts)
 	switch {
 	case err == nil:
 		return resp.GetRevision(), nil
-	case errors.Is(err, ErrLockLost), errors.Is(err, ErrRevisionMismatch):
+	case errors.Is(err, ErrLockLost), errors.Is(err, ErrRevisionMismatch), errors.Is(err, ErrSessionLocked):
 		if s, rerr := c.Read(ctx, req.GetSessionId()); rerr == nil && bytes.Equal(s.Data, req.GetData()) {
 			return s.Revision, nil
 		}
 		return 0, unknown
 	case errors.Is(err, ErrUnavailable):
 		return 0, unknown
+	case errors.Is(err, ErrSessionNotFound):
+		return 0, &unknownOutcomeError{cause: err}
 	default:
 		return 0, err
 	}

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"net/http"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -36,6 +37,9 @@ type EtcdConfig struct {
 	Heartbeat time.Duration
 	// Args are further arguments for every member.
 	Args []string
+	// PeerAddr gives the address at which the other members are to reach a member's peer address, such as that of a [Link] to
+	// it. Nil: the address itself.
+	PeerAddr func(peer string) (string, error)
 }
 
 // Etcd is a cluster of etcd processes.
@@ -60,9 +64,15 @@ func LaunchEtcd(ctx context.Context, c EtcdConfig) (*Etcd, error) {
 		return nil, err
 	}
 	clients, peers := addrs[:c.Members], addrs[c.Members:]
+	reached := slices.Clone(peers)
 	var initial []string
 	for i, peer := range peers {
-		initial = append(initial, fmt.Sprintf("etcd-%d=http://%s", i+1, peer))
+		if c.PeerAddr != nil {
+			if reached[i], err = c.PeerAddr(peer); err != nil {
+				return nil, err
+			}
+		}
+		initial = append(initial, fmt.Sprintf("etcd-%d=http://%s", i+1, reached[i]))
 	}
 	var commands []Command
 	for i := range c.Members {
@@ -73,7 +83,7 @@ func LaunchEtcd(ctx context.Context, c EtcdConfig) (*Etcd, error) {
 			"--listen-client-urls", "http://" + clients[i],
 			"--advertise-client-urls", "http://" + clients[i],
 			"--listen-peer-urls", "http://" + peers[i],
-			"--initial-advertise-peer-urls", "http://" + peers[i],
+			"--initial-advertise-peer-urls", "http://" + reached[i],
 			"--initial-cluster", strings.Join(initial, ","),
 			"--initial-cluster-state", "new",
 			"--initial-cluster-token", "sessiondtest-" + peers[0],

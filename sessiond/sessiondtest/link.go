@@ -5,10 +5,11 @@ import (
 	"net"
 	"sync"
 	"testing"
+	"time"
 )
 
-// Link is a TCP connection between processes that a test can cut: it listens on a loopback port and passes on what
-// comes to its target. Its methods may be called concurrently.
+// Link is a TCP connection between processes that a test can cut, freeze and slow down: it listens on a loopback port and passes
+// on what comes to its target. Its methods may be called concurrently.
 type Link struct {
 	addr   string
 	target string
@@ -16,8 +17,31 @@ type Link struct {
 	mu       sync.Mutex
 	listener net.Listener // nil while cut
 	conns    map[net.Conn]struct{}
-	flows    chan struct{} // closed while data flows
+	asks     flow // to the target
+	answers  flow // from it
 	running  sync.WaitGroup
+}
+
+// flow is one direction.
+type flow struct {
+	open  chan struct{} // closed while data flows
+	delay time.Duration
+}
+
+func (f *flow) freeze() {
+	select {
+	case <-f.open:
+		f.open = make(chan struct{})
+	default:
+	}
+}
+
+func (f *flow) thaw() {
+	select {
+	case <-f.open:
+	default:
+		close(f.open)
+	}
 }
 
 // LaunchLink starts a link to a host:port. The caller closes it.
@@ -26,8 +50,11 @@ func LaunchLink(target string) (*Link, error) {
 	if err != nil {
 		return nil, err
 	}
-	k := &Link{addr: addrs[0], target: target, conns: map[net.Conn]struct{}{}, flows: make(chan struct{})}
-	close(k.flows)
+	k := &Link{
+		addr: addrs[0], target: target, conns: map[net.Conn]struct{}{},
+		asks: flow{open: make(chan struct{})}, answers: flow{open: make(chan struct{})},
+	}
+	k.thaw()
 	if err := k.Restore(); err != nil {
 		return nil, err
 	}
@@ -67,11 +94,16 @@ func (k *Link) Cut() {
 func (k *Link) Freeze() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	select {
-	case <-k.flows:
-		k.flows = make(chan struct{})
-	default:
-	}
+	k.asks.freeze()
+	k.answers.freeze()
+}
+
+// FreezeAnswers lets nothing through from the target, until Thaw or Cut: what is asked for is done, and followed by Cut, nobody
+// learns of it.
+func (k *Link) FreezeAnswers() {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.answers.freeze()
 }
 
 // Thaw lets through what was held back, and what comes.
@@ -81,13 +113,18 @@ func (k *Link) Thaw() {
 	k.thaw()
 }
 
+// Delay holds everything back for so long, each way; with 0 nothing any more. What is under way comes in order, and what comes
+// meanwhile waits as well, as on a slow line.
+func (k *Link) Delay(d time.Duration) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.asks.delay, k.answers.delay = d, d
+}
+
 // thaw is called with the lock held.
 func (k *Link) thaw() {
-	select {
-	case <-k.flows:
-	default:
-		close(k.flows)
-	}
+	k.asks.thaw()
+	k.answers.thaw()
 }
 
 // Restore takes connections again after Cut.
@@ -137,8 +174,8 @@ func (k *Link) connect(l net.Listener, c net.Conn) {
 	}
 	k.conns[c], k.conns[up] = struct{}{}, struct{}{}
 	k.mu.Unlock()
-	k.running.Go(func() { k.pass(up, c) })
-	k.pass(c, up)
+	k.running.Go(func() { k.pass(up, c, &k.asks) })
+	k.pass(c, up, &k.answers)
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	delete(k.conns, c)
@@ -146,15 +183,18 @@ func (k *Link) connect(l net.Listener, c net.Conn) {
 }
 
 // pass copies one way until either side ends, and then ends both.
-func (k *Link) pass(to, from net.Conn) {
+func (k *Link) pass(to, from net.Conn, way *flow) {
 	defer func() { _, _ = to.Close(), from.Close() }()
 	buf := make([]byte, 64<<10)
 	for {
 		n, err := from.Read(buf)
 		k.mu.Lock()
-		flows := k.flows
+		open, delay := way.open, way.delay
 		k.mu.Unlock()
-		<-flows
+		<-open
+		if n > 0 && delay > 0 {
+			<-time.After(delay)
+		}
 		if n > 0 {
 			if _, err := to.Write(buf[:n]); err != nil {
 				return

@@ -1,0 +1,139 @@
+//go:build unix
+
+package chaos
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/sessiond/sessiond/sessiond"
+)
+
+// counts are what must not be more after the traffic than it was before.
+type counts struct {
+	// keys are those of sessions, locks and messages; all are also those of nodes and of front-ends.
+	keys, all, leases int
+	// watchers are counted by the members, goroutines by the nodes.
+	watchers, goroutines int
+	// each has them one by one.
+	each string
+}
+
+const (
+	// What is left has so long to go: leases of locks and of messages that nobody refreshes, connections that are made anew.
+	leftoverTimeout = 100 * time.Second
+	// Leases that lie ready for the next locks, in each node, and those that sessions and messages of some minutes share.
+	spareLeases = 60
+	// gRPC and the Go runtime keep some goroutines for a while.
+	spareGoroutines = 60
+)
+
+func (c *cluster) count(ctx context.Context) (counts, error) {
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	var n counts
+	for _, kind := range []string{"s/", "l/", "m/"} {
+		keys, err := c.admin.Get(ctx, sessiond.DefaultPrefix+kind, clientv3.WithPrefix(), clientv3.WithCountOnly())
+		if err != nil {
+			return n, err
+		}
+		n.keys += int(keys.Count)
+	}
+	all, err := c.admin.Get(ctx, sessiond.DefaultPrefix, clientv3.WithPrefix(), clientv3.WithCountOnly())
+	if err != nil {
+		return n, err
+	}
+	n.all = int(all.Count)
+	leases, err := c.admin.Leases(ctx)
+	if err != nil {
+		return n, err
+	}
+	n.leases = len(leases.Leases)
+	for _, m := range c.etcd.Members {
+		watchers, err := metric(ctx, m.Addr, "etcd_debugging_mvcc_watcher_total")
+		if err != nil {
+			return n, err
+		}
+		n.watchers += watchers
+		n.each += fmt.Sprintf("%d ", watchers)
+	}
+	for _, addr := range c.metrics {
+		goroutines, err := metric(ctx, addr, "go_goroutines")
+		if err != nil {
+			return n, err
+		}
+		n.goroutines += goroutines
+		n.each += fmt.Sprintf("%d ", goroutines)
+	}
+	return n, nil
+}
+
+// metric reads a number that a process serves.
+func metric(ctx context.Context, addr, name string) (int, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/metrics", http.NoBody)
+	if err != nil {
+		return 0, err
+	}
+	t := &http.Transport{DisableKeepAlives: true}
+	resp, err := t.RoundTrip(req)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = resp.Body.Close() }()
+	for lines := bufio.NewScanner(resp.Body); lines.Scan(); {
+		if value, ok := strings.CutPrefix(lines.Text(), name+" "); ok {
+			f, err := strconv.ParseFloat(value, 64)
+			return int(f), err
+		}
+	}
+	return 0, fmt.Errorf("%s has no metric %s", addr, name)
+}
+
+// leftovers waits until what the traffic left has gone, and says what has not (O5, S12). Then it stops the nodes and does so again.
+func (c *cluster) leftovers(ctx context.Context, before counts, logf func(string, ...any)) []Violation {
+	running, v := c.await(ctx, "with idle nodes", logf, func(now counts) bool {
+		return now.keys == 0 && now.leases <= before.leases+spareLeases && now.goroutines <= before.goroutines+spareGoroutines
+	})
+	if v != nil {
+		return v
+	}
+	for _, n := range c.nodes {
+		if err := n.Terminate(ctx); err != nil {
+			return []Violation{{Rule: "leftovers", Session: "all", Text: err.Error()}}
+		}
+	}
+	c.metrics = nil
+	stopped, v := c.await(ctx, "with the nodes stopped", logf, func(now counts) bool { return now.all == 0 })
+	if v != nil {
+		return v
+	}
+	// Members that were paused or killed may count a watcher whose stream has long gone: what nobody is there to have is etcd's.
+	if running.watchers-stopped.watchers > before.watchers {
+		return []Violation{{Rule: "leftovers", Session: "all", Text: fmt.Sprintf("watchers: before %+v, with idle nodes %+v, without nodes %+v", before, running, stopped)}}
+	}
+	return nil
+}
+
+// await waits until what is counted is as it should be.
+func (c *cluster) await(ctx context.Context, when string, logf func(string, ...any), ok func(counts) bool) (counts, []Violation) {
+	ctx, cancel := context.WithTimeout(ctx, leftoverTimeout)
+	defer cancel()
+	began := time.Now()
+	for {
+		now, err := c.count(ctx)
+		if err == nil && ok(now) {
+			logf("nothing left over %s, after %.0f s: %+v", when, time.Since(began).Seconds(), now)
+			return now, nil
+		}
+		if !pause(ctx, time.Second) {
+			return now, []Violation{{Rule: "leftovers", Session: "all", Text: fmt.Sprintf("%s: %+v (%v)", when, now, err)}}
+		}
+	}
+}
