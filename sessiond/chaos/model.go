@@ -257,7 +257,8 @@ func prepare(ops []Op, faults disturbances) []porcupine.Operation {
 			continue
 		}
 		to := o.Return
-		if o.Outcome != OK && o.Outcome != Busy && o.Outcome != Refused {
+		// A call that was sent again may have its first entry made late, when the second is over. The node that began with it removes it.
+		if o.Outcome != OK && o.Outcome != Busy && o.Outcome != Refused || o.Attempts > 1 {
 			to = faults.after(o.Return, linger)
 		}
 		ghosts = append(ghosts, interval{o.Call, to, o.Holder, i})

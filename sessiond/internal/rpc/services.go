@@ -244,12 +244,17 @@ func toSession(s *session.Session) *sessiondv1.Session {
 	}
 }
 
+// toGrant tells what is left of the TTL and how long the request was here as of one moment: the caller adds them up, and were the
+// process stopped in between, it would count on time that has passed. A TTL that ended before the answer ends that time as well.
 func toGrant(g lock.Grant, received time.Time) *sessiondv1.Grant {
+	now := time.Now()
+	left := g.Until.Sub(now)
+	waited := now.Sub(received) + min(left, 0)
 	return &sessiondv1.Grant{
 		SessionId:    g.Session,
 		RequestId:    g.Request,
 		FencingToken: g.Token,
-		Ttl:          durationpb.New(max(time.Until(g.Until), 0)),
-		Waited:       durationpb.New(time.Since(received)),
+		Ttl:          durationpb.New(max(left, 0)),
+		Waited:       durationpb.New(max(waited, 0)),
 	}
 }
