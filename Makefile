@@ -73,6 +73,11 @@ proxies:
 conformance: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver ## Run the official MCP conformance suite (CONFORMANCE=quick, CONFORMANCE_FLAGS).
 	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(GO) run ./sessiond/e2e/conformance $(if $(filter quick,$(CONFORMANCE)),--quick) $(CONFORMANCE_FLAGS)
 
+# CHAOS=quick is what CI runs. Without a seed there is a new one each time, which is printed.
+chaos: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver $(BIN)/chaos ## Break a cluster at random and judge what clients saw (SEED, DURATION, FAULTS, CHAOS=quick).
+	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(BIN)/chaos $(if $(filter quick,$(CHAOS)),--seed 20 --duration 150s) \
+		$(if $(SEED),--seed $(SEED)) $(if $(DURATION),--duration $(DURATION)) $(if $(FAULTS),--faults $(FAULTS)) $(CHAOS_FLAGS)
+
 client-typescript: $(BIN)/buf client/typescript/node_modules/.package-lock.json ## Set up client/typescript: packages, stubs, compile.
 	@$(BIN)/buf generate --template client/typescript/buf.gen.yaml
 	@npm run --silent --prefix client/typescript build
@@ -137,7 +142,7 @@ clean: ## Delete .bin/, installed npm packages and what is made of them; keeps t
 	rm -rf $(BIN) .ci/tools/npm/node_modules sessiond/e2e/typescript/node_modules sessiond/e2e/conformance/node_modules \
 		client/typescript/node_modules client/typescript/src/gen client/typescript/dist client/python/gen
 
-.PHONY: help run demo build test e2e proxies conformance client-typescript client-python bench redis microbench fuzz lint generate check-generate breaking clean FORCE
+.PHONY: help run demo build test e2e chaos proxies conformance client-typescript client-python bench redis microbench fuzz lint generate check-generate breaking clean FORCE
 
 # Our own programs: go build knows best whether there is something to do.
 $(BIN)/sessiond $(BIN)/mcpserver: $(BIN)/%: FORCE
@@ -150,6 +155,9 @@ $(BIN)/demo: FORCE
 $(BIN)/bench: FORCE
 	@[ -e $@ ] || echo "building $@; the first time takes minutes, then Go's cache has it"
 	@cd sessiond/bench && $(GO) build -o "$(CURDIR)/$@" .
+
+$(BIN)/chaos: FORCE
+	@$(GO) build -o $@ ./sessiond/chaos/cmd/chaos
 
 # Tools. $(call go_tool,folder under .ci/tools,module that has the version,package)
 define go_tool

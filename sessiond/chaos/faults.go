@@ -191,8 +191,6 @@ func (f *faulter) do(ctx context.Context, kind, what string, do action) error {
 	return nil
 }
 
-func pick[T any](r *rand.Rand, from []T) T { return from[r.IntN(len(from))] }
-
 func between(r *rand.Rand, least, most int) time.Duration {
 	return time.Duration(least+r.IntN(most-least)) * time.Millisecond
 }

@@ -98,11 +98,18 @@ func tryStore(t *testing.T, seed uint64, d time.Duration, s store, more ...grpc.
 		load: load{slots: 12, actors: 5, operations: 60, doubts: 4, lockTTL: time.Second, patience: 4 * time.Second},
 		seed: seed, clients: clients, attached: make([]bool, len(clients)), clock: clk, judge: j.take,
 	}
+	talk := &talks{
+		seed: seed, slots: 2, clients: clients, clock: clk, calm: j.calm, patience: 2 * time.Second,
+		judge: func(c *conversation) { j.takeMessages(c, t.Logf) },
+	}
 	stop, cancel := context.WithTimeout(t.Context(), d)
 	defer cancel()
 	stop, end := j.untilViolated(stop)
 	defer end()
+	var wg sync.WaitGroup
+	wg.Go(func() { talk.run(t.Context(), stop) })
 	w.run(t.Context(), stop)
+	wg.Wait()
 	return j.finish()
 }
 
@@ -110,9 +117,10 @@ func tryStore(t *testing.T, seed uint64, d time.Duration, s store, more ...grpc.
 func TestSoundStore(t *testing.T) {
 	s := memstore.Open()
 	t.Cleanup(func() { s.Close(context.WithoutCancel(t.Context())) })
-	totals := tryStore(t, 1, 4*time.Second, s)
-	t.Logf("%d operations in %d sessions, %.1f%% answered, %d undecided: %v", totals.Operations, totals.Sessions, 100*totals.SuccessRate(), totals.Undecided, totals.ByKind)
-	if len(totals.Violations) > 0 || totals.Undecided > 0 || totals.Checked < 2000 {
+	totals := tryStore(t, 1, 3*time.Second, s)
+	t.Logf("%d operations in %d sessions, %.1f%% answered, %d undecided: %v; %d messages, %d delivered",
+		totals.Operations, totals.Sessions, 100*totals.SuccessRate(), totals.Undecided, totals.ByKind, totals.Published, totals.Delivered)
+	if len(totals.Violations) > 0 || totals.Undecided > 0 || totals.Checked < 1000 || totals.Delivered < 100 {
 		t.Errorf("%d violations, %d undecided, %d checked", len(totals.Violations), totals.Undecided, totals.Checked)
 	}
 }

@@ -29,6 +29,9 @@ type Totals struct {
 	Operations, Checked, Answered int
 	// ByKind is how often there was each outcome of each kind of operation.
 	ByKind map[Kind]map[Outcome]int
+	// Talks is how many sessions had their messages judged; Published is how many messages there were, Acknowledged how many of them
+	// certainly were published, and Delivered how many deliveries there were.
+	Talks, Published, Acknowledged, Delivered int
 	// Violations is what is wrong.
 	Violations []Violation
 }
@@ -96,11 +99,26 @@ func (j *judge) check(ops []Op) {
 	}
 }
 
-// violate notes what another check found.
-func (j *judge) violate(v Violation) {
+// takeMessages judges a conversation.
+func (j *judge) takeMessages(c *conversation, logf func(string, ...any)) {
+	violations := checkMessages(c)
+	for _, v := range violations {
+		logf("VIOLATION %v", v)
+	}
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.totals.Violations = append(j.totals.Violations, v)
+	t := &j.totals
+	t.Talks++
+	t.Published += len(c.published)
+	for _, p := range c.published {
+		if p.acknowledged {
+			t.Acknowledged++
+		}
+	}
+	for _, got := range c.delivered {
+		t.Delivered += len(got)
+	}
+	t.Violations = append(t.Violations, violations...)
 }
 
 // violated says whether anything is wrong so far.

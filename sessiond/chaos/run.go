@@ -43,8 +43,6 @@ type Report struct {
 	Totals
 	// Faults is how often each kind of fault was made.
 	Faults map[string]int
-	// Messages is how many messages were published, delivered and judged.
-	Messages int
 	// Took is how long the traffic ran.
 	Took time.Duration
 }
@@ -131,6 +129,10 @@ func Run(ctx context.Context, cfg Config) (_ *Report, err error) {
 		load: load{slots: 100, actors: 5, operations: 100, doubts: 4, lockTTL: 2 * time.Second, patience: 10 * time.Second},
 		seed: cfg.Seed, clients: clients, attached: attached, clock: clk, judge: j.take,
 	}
+	t := &talks{
+		seed: cfg.Seed, slots: 8, clients: clients, clock: clk, calm: quiet, patience: 15 * time.Second,
+		judge: func(c *conversation) { j.takeMessages(c, logf) },
+	}
 	f := &faulter{cluster: c, calm: quiet, clock: clk, seed: cfg.Seed, kinds: kinds, logf: logf, made: map[string]int{}}
 
 	stop, cancel := context.WithTimeout(ctx, cfg.Duration)
@@ -150,6 +152,7 @@ func Run(ctx context.Context, cfg Config) (_ *Report, err error) {
 		endBackground()
 	})
 	wg.Go(func() { w.run(all, stop) })
+	wg.Go(func() { t.run(all, stop) })
 	wg.Wait()
 	took := time.Since(clk.began)
 	report := &Report{Totals: *j.finish(), Faults: f.made, Took: took}
@@ -174,8 +177,9 @@ func saveHistory(name string, ops []Op) (err error) {
 
 // Write writes the report for people.
 func (r *Report) Write(w io.Writer) {
-	fmt.Fprintf(w, "%d operations in %d sessions in %.0f s, %d checked, %d histories undecided, %.1f%% answered, %d messages\n",
-		r.Operations, r.Sessions, r.Took.Seconds(), r.Checked, r.Undecided, 100*r.SuccessRate(), r.Messages)
+	fmt.Fprintf(w, "%d operations in %d sessions in %.0f s, %d checked, %d histories undecided, %.1f%% answered\n",
+		r.Operations, r.Sessions, r.Took.Seconds(), r.Checked, r.Undecided, 100*r.SuccessRate())
+	fmt.Fprintf(w, "%d messages in %d sessions, %d acknowledged, %d delivered\n", r.Published, r.Talks, r.Acknowledged, r.Delivered)
 	total := 0
 	var kinds []string
 	for kind, n := range r.Faults {

@@ -57,6 +57,8 @@ func random(seed uint64, what ...uint64) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, mixed))
 }
 
+func pick[T any](r *rand.Rand, from []T) T { return from[r.IntN(len(from))] }
+
 // pause waits, or returns false if ctx has ended.
 func pause(ctx context.Context, d time.Duration) bool {
 	timer := time.NewTimer(d)
@@ -301,6 +303,10 @@ func (a *actor) work(ctx context.Context, grant client.Grant) (o Op) {
 	case n < 31 && a.abandons:
 		return o // it dies, as far as the others can see
 	}
+	if a.rng.IntN(12) == 0 {
+		// One of its earlier grants, which is over, or this one.
+		_, _ = a.release(ctx, pick(a.rng, a.old))
+	}
 	switch n := a.rng.IntN(100); {
 	case n < 45:
 		return save(true)
@@ -336,7 +342,7 @@ func (a *actor) late(ctx context.Context) (o Op) {
 	if len(a.old) == 0 {
 		return a.swap(ctx)
 	}
-	grant := a.old[a.rng.IntN(len(a.old))]
+	grant := pick(a.rng, a.old)
 	if a.rng.IntN(2) == 0 {
 		o, _ = a.release(ctx, grant)
 		return o
