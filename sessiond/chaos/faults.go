@@ -363,15 +363,20 @@ func (f *faulter) noSpace(r *rand.Rand) (string, action) {
 	const prefix = "chaos-fill/"
 	return fmt.Sprintf("for %v", d), func(ctx context.Context) error {
 		filler := strings.Repeat("x", 1<<20)
-		for i := 0; ; i++ {
-			_, err := f.admin.Put(ctx, fmt.Sprint(prefix, i), filler)
-			if errors.Is(err, rpctypes.ErrNoSpace) {
-				break
-			}
-			if ctx.Err() != nil {
-				return fmt.Errorf("space was not used up by %d MiB: %w", i, err)
-			}
+		errs := make([]error, 4)
+		var wg sync.WaitGroup
+		for w := range errs {
+			wg.Go(func() {
+				for i := 0; !errors.Is(errs[w], rpctypes.ErrNoSpace) && ctx.Err() == nil; i++ {
+					_, errs[w] = f.admin.Put(ctx, fmt.Sprintf("%s%d/%d", prefix, w, i), filler)
+				}
+			})
 		}
+		wg.Wait()
+		if ctx.Err() != nil {
+			return fmt.Errorf("space was not used up: %w", errors.Join(errs...))
+		}
+		full := time.Now()
 		pause(ctx, d)
 		err := sessiondtest.Poll(ctx, func(ctx context.Context) error {
 			_, err := f.admin.Delete(ctx, prefix, clientv3.WithPrefix())
@@ -388,6 +393,9 @@ func (f *faulter) noSpace(r *rand.Rand) (string, action) {
 		}
 		return sessiondtest.Poll(ctx, func(ctx context.Context) error {
 			_, err := f.admin.AlarmDisarm(ctx, &clientv3.AlarmMember{})
+			if err == nil {
+				f.logf("no space for %.1f s", time.Since(full).Seconds())
+			}
 			return err
 		})
 	}

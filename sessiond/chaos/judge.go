@@ -32,6 +32,9 @@ type Totals struct {
 	// Talks is how many sessions had their messages judged; Published is how many messages there were, Acknowledged how many of them
 	// certainly were published, and Delivered how many deliveries there were.
 	Talks, Published, Acknowledged, Delivered int
+	// Visits is how many MCP sessions were judged; Requests is how many calls of tools there were, RequestsAnswered how many of them
+	// brought what they should.
+	Visits, Requests, RequestsAnswered int
 	// Violations is what is wrong.
 	Violations []Violation
 }

@@ -32,6 +32,8 @@ type Config struct {
 	Duration time.Duration
 	// Faults are the kinds of faults to make: see [Kinds]. None: all of them.
 	Faults []string
+	// FrontEnds adds front-ends, with the lock and without it, and MCP clients of them.
+	FrontEnds bool
 	// Dir takes logs, data, and the histories that are not as they should be.
 	Dir string
 	// Out takes what the run has to say.
@@ -67,11 +69,11 @@ const (
 func Run(ctx context.Context, cfg Config) (_ *Report, err error) {
 	kinds := cfg.Faults
 	if len(kinds) == 0 {
-		kinds = Kinds(false)
+		kinds = Kinds(cfg.FrontEnds)
 	}
 	for _, kind := range kinds {
-		if !slices.Contains(Kinds(true), kind) {
-			return nil, fmt.Errorf("no fault %q, only %s", kind, strings.Join(Kinds(true), ", "))
+		if all := Kinds(cfg.FrontEnds); !slices.Contains(all, kind) {
+			return nil, fmt.Errorf("no fault %q, only %s", kind, strings.Join(all, ", "))
 		}
 	}
 	var mu sync.Mutex
@@ -90,6 +92,25 @@ func Run(ctx context.Context, cfg Config) (_ *Report, err error) {
 	before, err := c.count(ctx)
 	if err != nil {
 		return nil, err
+	}
+	var tiers []*frontEndTier
+	closeTiers := sync.OnceValue(func() error {
+		var errs []error
+		for _, tier := range tiers {
+			errs = append(errs, tier.close(context.WithoutCancel(ctx)))
+		}
+		return errors.Join(errs...)
+	})
+	defer func() { err = errors.Join(err, closeTiers()) }()
+	for _, locked := range []bool{true, false} {
+		if !cfg.FrontEnds {
+			break
+		}
+		tier, err := c.startFrontEnds(ctx, locked)
+		if err != nil {
+			return nil, err
+		}
+		tiers = append(tiers, tier)
 	}
 	logf("before: %+v", before)
 
@@ -134,6 +155,11 @@ func Run(ctx context.Context, cfg Config) (_ *Report, err error) {
 		judge: func(c *conversation) { j.takeMessages(c, logf) },
 	}
 	f := &faulter{cluster: c, calm: quiet, clock: clk, seed: cfg.Seed, kinds: kinds, logf: logf, made: map[string]int{}}
+	var guests []*visits
+	for _, tier := range tiers {
+		f.frontEnds = append(f.frontEnds, tier.servers...)
+		guests = append(guests, &visits{seed: cfg.Seed, tier: tier, slots: 6, clock: clk, calm: quiet, judge: func(v *visit) { j.takeVisit(v, logf) }})
+	}
 
 	stop, cancel := context.WithTimeout(ctx, cfg.Duration)
 	defer cancel()
@@ -153,13 +179,16 @@ func Run(ctx context.Context, cfg Config) (_ *Report, err error) {
 	})
 	wg.Go(func() { w.run(all, stop) })
 	wg.Go(func() { t.run(all, stop) })
+	for _, g := range guests {
+		wg.Go(func() { g.run(all, stop) })
+	}
 	wg.Wait()
 	took := time.Since(clk.began)
 	report := &Report{Totals: *j.finish(), Faults: f.made, Took: took}
 	if faultErr != nil {
 		return report, faultErr
 	}
-	if err := closeClients(); err != nil {
+	if err := errors.Join(closeClients(), closeTiers()); err != nil {
 		return report, err
 	}
 	report.Violations = append(report.Violations, c.leftovers(ctx, before, logf)...)
@@ -180,6 +209,9 @@ func (r *Report) Write(w io.Writer) {
 	fmt.Fprintf(w, "%d operations in %d sessions in %.0f s, %d checked, %d histories undecided, %.1f%% answered\n",
 		r.Operations, r.Sessions, r.Took.Seconds(), r.Checked, r.Undecided, 100*r.SuccessRate())
 	fmt.Fprintf(w, "%d messages in %d sessions, %d acknowledged, %d delivered\n", r.Published, r.Talks, r.Acknowledged, r.Delivered)
+	if r.Visits > 0 {
+		fmt.Fprintf(w, "%d MCP requests in %d sessions, %d answered\n", r.Requests, r.Visits, r.RequestsAnswered)
+	}
 	total := 0
 	var kinds []string
 	for kind, n := range r.Faults {

@@ -43,6 +43,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	flags.Uint64Var(&cfg.Seed, "seed", 0, "`number` that decides what happens; 0: a random one, which is printed")
 	flags.DurationVar(&cfg.Duration, "duration", 3*time.Minute, "how `long` to make faults")
 	flags.StringVar(&faults, "faults", "", "`kinds` of faults, separated by commas; all if empty: "+strings.Join(chaos.Kinds(true), ", "))
+	flags.BoolVar(&cfg.FrontEnds, "front-ends", false, "add front-ends and MCP clients of them, and their faults")
 	flags.StringVar(&cfg.Dir, "dir", "", "`folder` for logs, data and histories, kept at the end (default: a temporary one, kept if a promise was broken)")
 	flags.StringVar(&history, "explain", "", "judge a saved history (`file`) again, say where it goes wrong, and do nothing else")
 	switch err := flags.Parse(args); {
