@@ -224,11 +224,12 @@ func blocks(ops []Op, o *Op, faults disturbances, b bounds) (from, to int64, ok 
 		return late, min(faults.after(end, b.late), overBy(ops, o)), true
 	case TimedOut:
 		// It may have got the lock just as it gave up.
-		to = o.Return + int64(b.handOver)
+		moment := int64(b.handOver / 10)
+		from, to = max(o.Call, o.Return-moment), o.Return+moment
 		if around := int64(time.Second); faults.calm(o.Return-around, o.Return+around) < 2*time.Second {
-			to = faults.after(o.Return, time.Duration(o.TTL)+b.late)
+			from, to = late, faults.after(o.Return, time.Duration(o.TTL)+b.late)
 		}
-		return late, to, true
+		return from, to, true
 	case Unknown, Unexpected:
 		// It may have got the lock at any time, and have left it to its TTL.
 		return o.Call, faults.after(o.Return, time.Duration(o.TTL)+b.late), true

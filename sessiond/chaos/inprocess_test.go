@@ -95,7 +95,7 @@ func tryStore(t *testing.T, seed uint64, d time.Duration, s store, more ...grpc.
 	connect := serve(t, s)
 	clients := []*client.Client{connect(more...), connect(append(more, grpc.WithChainUnaryInterceptor(answersLost(seed, 50)))...)}
 	w := &workload{
-		load: load{slots: 12, actors: 5, operations: 60, doubts: 4, lockTTL: time.Second, patience: 4 * time.Second},
+		load: load{slots: 16, actors: 5, operations: 60, doubts: 4, abandons: 1, lockTTL: time.Second, patience: 3 * time.Second},
 		seed: seed, clients: clients, attached: make([]bool, len(clients)), clock: clk, judge: j.take,
 	}
 	talk := &talks{
@@ -117,10 +117,10 @@ func tryStore(t *testing.T, seed uint64, d time.Duration, s store, more ...grpc.
 func TestSoundStore(t *testing.T) {
 	s := memstore.Open()
 	t.Cleanup(func() { s.Close(context.WithoutCancel(t.Context())) })
-	totals := tryStore(t, 1, 3*time.Second, s)
+	totals := tryStore(t, 1, 2*time.Second, s)
 	t.Logf("%d operations in %d sessions, %.1f%% answered, %d undecided: %v; %d messages, %d delivered",
 		totals.Operations, totals.Sessions, 100*totals.SuccessRate(), totals.Undecided, totals.ByKind, totals.Published, totals.Delivered)
-	if len(totals.Violations) > 0 || totals.Undecided > 0 || totals.Checked < 1000 || totals.Delivered < 100 {
+	if len(totals.Violations) > 0 || totals.Undecided > 0 || totals.Checked < 500 || totals.Delivered == 0 {
 		t.Errorf("%d violations, %d undecided, %d checked", len(totals.Violations), totals.Undecided, totals.Checked)
 	}
 }

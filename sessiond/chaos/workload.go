@@ -20,6 +20,8 @@ type load struct {
 	operations int
 	// doubts is after how many writes with an unknown outcome it is replaced: each doubles the orders to try.
 	doubts int
+	// abandons is in which part of the sessions, one in so many, some holders die or are late.
+	abandons int
 	// lockTTL is the least TTL of locks: twice as much is the most.
 	lockTTL time.Duration
 	// patience is how long an acquire waits.
@@ -30,6 +32,12 @@ type load struct {
 const (
 	longSession  = time.Hour
 	briefSession = 3 * time.Second
+)
+
+// How long a client waits after an operation that brought no answer: longer each time.
+const (
+	leastWait = 200 * time.Millisecond
+	mostWait  = 2 * time.Second
 )
 
 // A workload is clients at work on sessions, one session after the other in each slot, whose histories are judged as they end.
@@ -90,7 +98,7 @@ func (w *workload) round(ctx, stop context.Context, slot, n int) {
 	rng := random(w.seed, uint64(slot), uint64(n))
 	r := &round{
 		workload: w, stop: stop, id: fmt.Sprintf("chaos-%d-%d", slot, n), ttl: longSession,
-		blind: rng.IntN(4) == 0, destroys: rng.IntN(3) == 0, abandons: rng.IntN(3) == 0,
+		blind: rng.IntN(4) == 0, destroys: rng.IntN(3) == 0, late: rng.IntN(w.abandons) == 0,
 	}
 	if rng.IntN(5) == 0 {
 		r.ttl = briefSession
@@ -109,11 +117,15 @@ func (w *workload) round(ctx, stop context.Context, slot, n int) {
 	for i := range w.actors {
 		a := r.actor(i+1, random(w.seed, uint64(slot), uint64(n), uint64(i)+1))
 		actors.Go(func() {
+			wait := leastWait
 			for !r.over() && ctx.Err() == nil {
-				if a.act(ctx).Outcome == Unknown {
-					// Whatever broke takes a moment to mend. Without this, failures would be most of the history.
-					pause(stop, time.Duration(100+a.rng.IntN(200))*time.Millisecond)
+				if a.act(ctx).Outcome != Unknown {
+					wait = leastWait
+					continue
 				}
+				// Whatever broke takes a moment to mend. Without this, failures would be most of the history.
+				pause(stop, wait/2+time.Duration(a.rng.Int64N(int64(wait))))
+				wait = min(2*wait, mostWait)
 			}
 		})
 	}
@@ -146,9 +158,9 @@ type round struct {
 	stop context.Context //nolint:containedctx // It ends the round, and is asked by everybody in it.
 	id   string
 	ttl  time.Duration
-	// blind: saves without a condition are among those that are done. destroys: so are destroys. abandons: some that hold or wait go
-	// away, or take longer than the TTL, so that the others have to wait for its end.
-	blind, destroys, abandons bool
+	// blind: saves without a condition are among those that are done. destroys: so are destroys. late: some that hold or wait go away,
+	// or take longer than the TTL, so that the others have to wait for its end.
+	blind, destroys, late bool
 
 	mu     sync.Mutex
 	ops    []Op
@@ -214,7 +226,7 @@ func (a *actor) act(ctx context.Context) Op {
 		o, _ := a.save(ctx, a.round.id, a.value(), "", client.SaveOptions{TTL: a.ttl})
 		return o
 	case n < 90:
-		return a.late(ctx)
+		return a.tooLate(ctx)
 	case n < 93:
 		o, _ := a.touch(ctx, a.round.id)
 		return o
@@ -228,7 +240,7 @@ func (a *actor) act(ctx context.Context) Op {
 		o, _ := a.destroy(ctx, a.round.id)
 		return a.again(ctx, o)
 	default:
-		if !a.abandons {
+		if !a.round.late {
 			return a.swap(ctx)
 		}
 		return a.vanish(ctx)
@@ -297,10 +309,10 @@ func (a *actor) work(ctx context.Context, grant client.Grant) (o Op) {
 	switch n := a.rng.IntN(100); {
 	case n < 25:
 		pause(a.stop, time.Duration(a.rng.IntN(20))*time.Millisecond)
-	case n < 29 && a.abandons:
+	case n < 29 && a.round.late:
 		// Others may have it by then, and what is done with the grant must come too late.
 		pause(a.stop, grant.TTL+time.Duration(a.rng.Int64N(int64(a.lockTTL))))
-	case n < 31 && a.abandons:
+	case n < 31 && a.round.late:
 		return o // it dies, as far as the others can see
 	}
 	if a.rng.IntN(12) == 0 {
@@ -337,8 +349,8 @@ func (a *actor) swap(ctx context.Context) Op {
 	return o
 }
 
-// late comes with a grant that is over, mostly.
-func (a *actor) late(ctx context.Context) (o Op) {
+// tooLate comes with a grant that is over, mostly.
+func (a *actor) tooLate(ctx context.Context) (o Op) {
 	if len(a.old) == 0 {
 		return a.swap(ctx)
 	}
