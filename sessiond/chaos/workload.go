@@ -240,7 +240,7 @@ func (a *actor) act(ctx context.Context) Op {
 		o, _ := a.destroy(ctx, a.round.id)
 		return a.again(ctx, o)
 	default:
-		if !a.round.late {
+		if !a.late {
 			return a.swap(ctx)
 		}
 		return a.vanish(ctx)
@@ -309,10 +309,10 @@ func (a *actor) work(ctx context.Context, grant client.Grant) (o Op) {
 	switch n := a.rng.IntN(100); {
 	case n < 25:
 		pause(a.stop, time.Duration(a.rng.IntN(20))*time.Millisecond)
-	case n < 29 && a.round.late:
+	case n < 29 && a.late:
 		// Others may have it by then, and what is done with the grant must come too late.
 		pause(a.stop, grant.TTL+time.Duration(a.rng.Int64N(int64(a.lockTTL))))
-	case n < 31 && a.round.late:
+	case n < 31 && a.late:
 		return o // it dies, as far as the others can see
 	}
 	if a.rng.IntN(12) == 0 {
