@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -25,15 +26,21 @@ const (
 	// What a node takes at once.
 	maxClaims    = 10_000
 	maxAbandoned = 1000
+	// How many nodes are asked for a sign of life.
+	askedNodes = 3
 )
 
 // errLeft says that the client said goodbye.
 var errLeft = errors.New("said goodbye")
 
+// errSilent says that no node gives a sign of life: neither the one that the client was attached to nor another one.
+var errSilent = errors.New("no sign of life from any node")
+
 // attachment keeps the client attached to some node, and knows which of its requests for locks stand. A nil one does
 // nothing.
 type attachment struct {
 	locks    sessiondv1.LockServiceClient
+	ready    func(context.Context) error
 	frontEnd string
 	cancel   context.CancelFunc
 	leave    context.CancelFunc
@@ -45,6 +52,9 @@ type attachment struct {
 	requests  map[lockRequest]lockState
 	pruneAt   int
 	abandoned []lockRequest
+	// served ends when the nodes fall silent, and is made anew when one is heard again.
+	served   context.Context //nolint:containedctx // Calls that wait for a lock end with it.
+	unserved context.CancelFunc
 }
 
 type lockRequest struct {
@@ -57,13 +67,15 @@ type lockState struct {
 	until time.Time
 }
 
-func attach(locks sessiondv1.LockServiceClient) *attachment {
+// attach attaches to a node. ready asks one for a sign of life, and fails after a while.
+func attach(locks sessiondv1.LockServiceClient, ready func(context.Context) error) *attachment {
 	ctx, cancel := context.WithCancel(context.Background())
 	leaving, leave := context.WithCancel(ctx)
 	a := &attachment{
-		locks: locks, frontEnd: newRequestID(), cancel: cancel, leave: leave,
+		locks: locks, ready: ready, frontEnd: newRequestID(), cancel: cancel, leave: leave,
 		done: make(chan struct{}), given: make(chan struct{}, 1), requests: map[lockRequest]lockState{},
 	}
+	a.served, a.unserved = context.WithCancel(context.Background())
 	go func() {
 		defer close(a.done)
 		a.run(ctx, leaving)
@@ -108,6 +120,32 @@ func (a *attachment) setStanding(standing bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.standing = standing
+}
+
+// setSilent notes whether the nodes are silent.
+func (a *attachment) setSilent(silent bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	switch {
+	case silent:
+		a.unserved()
+	case a.served.Err() != nil:
+		a.served, a.unserved = context.WithCancel(context.Background())
+	}
+}
+
+// waiting gives a call that may have to wait for long a context that ends with [errSilent] when the nodes fall silent. A
+// connection that is dead without having been closed would otherwise be found out after gRPC's keep-alive alone.
+func (a *attachment) waiting(ctx context.Context) (context.Context, func()) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	if a == nil {
+		return ctx, func() { cancel(nil) }
+	}
+	a.mu.Lock()
+	served := a.served
+	a.mu.Unlock()
+	stop := context.AfterFunc(served, func() { cancel(errSilent) })
+	return ctx, func() { stop(); cancel(nil) }
 }
 
 // begin notes that a call for a lock is under way.
@@ -235,6 +273,7 @@ func (a *attachment) run(ctx, leaving context.Context) {
 		if stood {
 			delay = attachSoon
 		}
+		a.setSilent(errors.Is(err, errTimedOut) && a.allSilent(leaving))
 		wait := delay/2 + rand.N(delay)
 		switch {
 		case errors.Is(err, errLeft):
@@ -250,6 +289,21 @@ func (a *attachment) run(ctx, leaving context.Context) {
 			timer.Stop()
 		}
 	}
+}
+
+// allSilent asks several nodes, for they take turns, whether they are there. Attaching may take long for other reasons.
+func (a *attachment) allSilent(ctx context.Context) bool {
+	var silent atomic.Int32
+	var asked sync.WaitGroup
+	for range askedNodes {
+		asked.Go(func() {
+			if errors.Is(a.ready(ctx), context.DeadlineExceeded) {
+				silent.Add(1)
+			}
+		})
+	}
+	asked.Wait()
+	return silent.Load() == askedNodes
 }
 
 type attachStream = grpc.BidiStreamingClient[sessiondv1.AttachRequest, sessiondv1.AttachResponse]
@@ -306,6 +360,7 @@ func (a *attachment) stand(ctx, leaving context.Context, number uint64) (stood b
 				}
 				stood = true
 				a.setStanding(true)
+				a.setSilent(false)
 				patience = max(5*m.Attached.GetPingInterval().AsDuration()/2, 100*time.Millisecond)
 			case *sessiondv1.AttachResponse_Ask:
 				a.answer(m.Ask.GetPosition(), send)

@@ -141,7 +141,7 @@ func New(addresses []string, opts Options) (*Client, error) {
 		callTimeout: timeout,
 	}
 	if opts.Attach {
-		c.attached = attach(c.locks)
+		c.attached = attach(c.locks, c.Ready)
 	}
 	return c, nil
 }

@@ -24,6 +24,7 @@ import (
 	"github.com/sessiond/sessiond/client"
 	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
 	"github.com/sessiond/sessiond/sessiond"
+	"github.com/sessiond/sessiond/sessiond/sessiondtest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -528,5 +529,64 @@ func TestNewRefusesBadAddresses(t *testing.T) {
 			_ = c.Close()
 			t.Errorf("%q accepted", addresses)
 		}
+	}
+}
+
+// L9: a client that waits for a lock learns within seconds that its nodes fell silent without a word, long before the lock's
+// timeout and gRPC's own keep-alive; when they are heard again, so is it.
+func TestL9NodesFallSilent(t *testing.T) {
+	node := sessiondtest.Start(t, func(c *sessiond.Config) { c.Store = sessiond.StoreMemory })
+	link := sessiondtest.StartLink(t, node.Addr())
+	c, err := client.New([]string{link.Addr()}, client.Options{Attach: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	attached := func(want bool) {
+		t.Helper()
+		if err := sessiondtest.Poll(ctx, func(context.Context) error {
+			if c.Attached() != want {
+				return fmt.Errorf("attached: %t, want %t", c.Attached(), want)
+			}
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	attached(true)
+	s, err := node.Client().Create(ctx, []byte("x"), client.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	grant, err := node.Client().Acquire(ctx, s.ID, client.AcquireOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	link.Freeze()
+	began := time.Now()
+	if _, err := c.Acquire(ctx, s.ID, client.AcquireOptions{}); !errors.Is(err, client.ErrUnavailable) {
+		t.Errorf("the nodes are silent: %v", err)
+	}
+	// The node's sign of life is due every second; then the nodes are asked for one.
+	if took := time.Since(began); took > 6*time.Second {
+		t.Errorf("found out after %s", took)
+	}
+	link.Thaw()
+	attached(true)
+	if err := node.Client().Release(ctx, grant); err != nil {
+		t.Fatal(err)
+	}
+	again, err := c.Acquire(ctx, s.ID, client.AcquireOptions{})
+	if err != nil {
+		t.Fatalf("the nodes are back: %v", err)
+	}
+	if err := c.Release(ctx, again); err != nil {
+		t.Error(err)
 	}
 }

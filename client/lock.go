@@ -81,11 +81,16 @@ func (c *Client) Acquire(ctx context.Context, id string, opts AcquireOptions) (G
 	}
 	c.attached.begin(id, requestID)
 	sent := time.Now()
-	resp, err := call(ctx, timeout+c.callTimeout, "acquire lock", c.locks.Acquire, &sessiondv1.AcquireRequest{
+	waiting, done := c.attached.waiting(ctx)
+	defer done()
+	resp, err := call(waiting, timeout+c.callTimeout, "acquire lock", c.locks.Acquire, &sessiondv1.AcquireRequest{
 		SessionId: id, RequestId: requestID, Holder: opts.Holder, Ttl: duration(opts.TTL),
 		Timeout: durationpb.New(timeout), ReadSession: !opts.OmitSession, FrontEnd: c.attached.id(),
 	}, attempts)
 	if err != nil {
+		if errors.Is(context.Cause(waiting), errSilent) {
+			err = &Error{Op: "acquire lock", Message: errSilent.Error(), kind: errTimedOut}
+		}
 		c.notGranted(ctx, id, requestID, opts, err)
 		return Grant{}, err
 	}
