@@ -33,6 +33,7 @@ const (
 	defaultDeadTime = time.Second
 	dialTimeout     = 2 * time.Second
 	closeGrace      = 2 * time.Second
+	probeTimeout    = 2 * time.Second
 )
 
 // A Policy says which back-end is next.
@@ -53,6 +54,9 @@ type Options struct {
 	MaxBody int64
 	// DeadTime is how long a back-end that refused a connection is left out. Zero: one second.
 	DeadTime time.Duration
+	// Probe is how often Serve asks each back-end's /readyz. One that does not answer 200 there gets requests only if none
+	// does. Zero: never; a back-end that drains then has requests until it refuses them.
+	Probe time.Duration
 	// Logger is told about back-ends that cannot be reached and requests that broke. Nil: nothing is logged.
 	Logger *slog.Logger
 }
@@ -67,6 +71,7 @@ type Balancer struct {
 	policy   Policy
 	maxBody  int64
 	deadTime time.Duration
+	probe    time.Duration
 	log      *slog.Logger
 	proxy    *httputil.ReverseProxy
 
@@ -85,6 +90,7 @@ type Balancer struct {
 type backend struct {
 	addr      string
 	deadUntil time.Time
+	unready   bool // as of the last probe
 	inFlight  int  // requests whose response has not been copied to its end
 	out       bool // taken out by TakeOut
 }
@@ -94,7 +100,7 @@ func New(backends []string, o Options) (*Balancer, error) {
 	if len(backends) == 0 {
 		return nil, errors.New("balancer: no back-ends")
 	}
-	b := &Balancer{policy: o.Policy, maxBody: o.MaxBody, deadTime: o.DeadTime, log: o.Logger, idle: make(chan struct{})}
+	b := &Balancer{policy: o.Policy, maxBody: o.MaxBody, deadTime: o.DeadTime, probe: o.Probe, log: o.Logger, idle: make(chan struct{})}
 	if b.maxBody == 0 {
 		b.maxBody = defaultMaxBody
 	}
@@ -175,6 +181,11 @@ func (b *Balancer) Serve(ctx context.Context, l net.Listener) error {
 	defer b.Close()
 	done := make(chan struct{})
 	defer close(done)
+	if b.probe > 0 {
+		for _, be := range b.backends {
+			wg.Go(func() { b.probeUntil(done, be.addr) })
+		}
+	}
 	wg.Go(func() {
 		select {
 		case <-done:
@@ -191,6 +202,38 @@ func (b *Balancer) Serve(ctx context.Context, l net.Listener) error {
 		return err
 	}
 	return nil
+}
+
+// probeUntil asks a back-end whether it is ready, again and again until done is closed.
+func (b *Balancer) probeUntil(done <-chan struct{}, addr string) {
+	tick := time.NewTicker(b.probe)
+	defer tick.Stop()
+	for {
+		ready := b.ready(addr)
+		b.mu.Lock()
+		b.find(addr).unready = !ready
+		b.mu.Unlock()
+		select {
+		case <-done:
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+func (b *Balancer) ready(addr string) bool {
+	ctx, cancel := context.WithTimeout(context.Background(), probeTimeout)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/readyz", http.NoBody)
+	if err != nil {
+		return false
+	}
+	resp, err := b.single.RoundTrip(req)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = resp.Body.Close() }()
+	return resp.StatusCode == http.StatusOK
 }
 
 // Close closes the idle connections to the back-ends. The balancer can still be used afterwards.
@@ -260,8 +303,8 @@ func repeatable(r *http.Request) bool {
 	return r.Header.Values("Idempotency-Key") != nil || r.Header.Values("X-Idempotency-Key") != nil
 }
 
-// next gives the back-end whose turn it is, and counts a request for it. One that was found dead a short while ago loses
-// its turn to the next one, unless all are dead: then they are tried all the same.
+// next gives the back-end whose turn it is, and counts a request for it. One that was found dead a short while ago, or is not
+// ready, loses its turn to the next one, unless all are: then they are tried all the same.
 func (b *Balancer) next(tried []string) (string, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -274,7 +317,7 @@ func (b *Balancer) next(tried []string) (string, bool) {
 		for i := range b.backends {
 			n := (first + i) % len(b.backends)
 			be := &b.backends[n]
-			if be.out || slices.Contains(tried, be.addr) || !evenDead && now.Before(be.deadUntil) {
+			if be.out || slices.Contains(tried, be.addr) || !evenDead && (be.unready || now.Before(be.deadUntil)) {
 				continue
 			}
 			b.cursor = (n + 1) % len(b.backends)

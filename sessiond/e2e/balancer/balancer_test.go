@@ -367,6 +367,42 @@ func TestDeadBackEndComesBack(t *testing.T) {
 	}
 }
 
+// A back-end that says on /readyz that it is not ready gets no requests while another one is, and gets them again afterwards.
+func TestUnreadyBackEndIsLeftOut(t *testing.T) {
+	var draining atomic.Bool
+	drains := backEnd(t, func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/readyz" && draining.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		echo(w, r)
+	})
+	url := start(t, balancer.Options{Probe: time.Millisecond}, drains, backEnd(t, echo))
+	c := client(t)
+	// takesPart waits until of so many requests in a row some go there, or none.
+	takesPart := func(want bool) {
+		t.Helper()
+		for end := time.Now().Add(deadline); ; {
+			got := false
+			for range 10 {
+				_, servedBy, _ := post(t, c, url, "x")
+				got = got || servedBy == drains
+			}
+			if got == want {
+				return
+			}
+			if time.Now().After(end) {
+				t.Fatalf("takes part: %t, want %t", got, want)
+			}
+		}
+	}
+	takesPart(true)
+	draining.Store(true)
+	takesPart(false)
+	draining.Store(false)
+	takesPart(true)
+}
+
 func TestNoBackEndAtAllIs502(t *testing.T) {
 	url := start(t, balancer.Options{}, deadPort(t), deadPort(t))
 	for range 3 { // also when all are known to be dead

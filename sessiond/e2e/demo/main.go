@@ -34,6 +34,9 @@ const (
 	exitUsage  = 2
 )
 
+// probe is often enough to notice a front-end that drains, which takes a second.
+const probe = 250 * time.Millisecond
+
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	// After the first signal the next one ends the demo at once (and on Linux its children with it).
@@ -242,7 +245,7 @@ func balance(ctx context.Context, args []string, stderr io.Writer) int {
 	if code, ok := parse(flags, args, stderr); !ok {
 		return code
 	}
-	b, err := balancer.New(strings.Split(*backends, ","), balancer.Options{Logger: slog.New(slog.NewTextHandler(stderr, nil))})
+	b, err := balancer.New(strings.Split(*backends, ","), balancer.Options{Probe: probe, Logger: slog.New(slog.NewTextHandler(stderr, nil))})
 	if err != nil {
 		fmt.Fprintln(stderr, "demo balancer:", err)
 		return exitUsage
