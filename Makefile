@@ -61,7 +61,7 @@ test: ## Run all tests but the end-to-end ones, with the race detector.
 	@cd sessiond/bench && $(GO) test $(RACE) ./...
 
 # The tests install the npm packages that they need. E2E_COUNT=1000 in the environment repeats what must never fail that often.
-e2e: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver client-typescript client-python proxies ## Run the end-to-end tests: real programs on loopback.
+e2e: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver $(BIN)/demo client-typescript client-python proxies ## Run the end-to-end tests: real programs on loopback.
 	@[ -n "$(RACE)" ] || echo "e2e: no C compiler found, so WITHOUT the race detector"
 	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" PYTHON="$(PYTHON)" $(GO) test $(RACE) -count=1 -timeout 20m ./client/languages ./sessiond/e2e/...
 

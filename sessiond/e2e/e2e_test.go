@@ -30,7 +30,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	for _, program := range []string{"etcd", "sessiond", "mcpserver"} {
+	for _, program := range []string{"etcd", "sessiond", "mcpserver", "demo"} {
 		if _, err := sessiondtest.Binary(program); err != nil {
 			fmt.Fprintln(os.Stderr, "e2e:", err)
 			os.Exit(1)

@@ -24,6 +24,9 @@ type rawSession struct {
 	url, id string
 }
 
+// rawClient keeps the connections of many sessions.
+var rawClient = &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 256}}
+
 const initializeMessage = `{"jsonrpc":"2.0","id":0,"method":"initialize","params":{"protocolVersion":"2025-11-25","capabilities":{"elicitation":{}},"clientInfo":{"name":"raw","version":"1"}}}`
 
 func openRaw(t *testing.T, url string) rawSession {
@@ -57,7 +60,7 @@ func (s rawSession) send(ctx context.Context, t *testing.T, method, body string)
 		req.Header.Set("Mcp-Session-Id", s.id)
 		req.Header.Set("Mcp-Protocol-Version", "2025-11-25")
 	}
-	resp, err := http.DefaultClient.Do(req)
+	resp, err := rawClient.Do(req)
 	if err != nil {
 		t.Fatalf("%s %s: %v", method, body, err)
 	}
