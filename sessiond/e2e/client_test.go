@@ -32,8 +32,11 @@ type goClient struct {
 	wire recorder
 	logs chan string // data of log messages
 
-	mu       sync.Mutex
-	progress []float64
+	onProgress func(progress float64) // set before the call
+
+	mu               sync.Mutex
+	progress         []float64
+	updated, changed int // notifications of resources and of the list of tools
 }
 
 // connect opens a session with the go-sdk's own client.
@@ -63,9 +66,22 @@ func (c *goClient) open(t *testing.T, transport mcp.Transport, revision string) 
 		},
 		LoggingMessageHandler: func(_ context.Context, r *mcp.LoggingMessageRequest) { c.logs <- fmt.Sprint(r.Params.Data) },
 		ProgressNotificationHandler: func(_ context.Context, r *mcp.ProgressNotificationClientRequest) {
+			if c.onProgress != nil {
+				c.onProgress(r.Params.Progress)
+			}
 			c.mu.Lock()
 			defer c.mu.Unlock()
 			c.progress = append(c.progress, r.Params.Progress)
+		},
+		ResourceUpdatedHandler: func(context.Context, *mcp.ResourceUpdatedNotificationRequest) {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.updated++
+		},
+		ToolListChangedHandler: func(context.Context, *mcp.ToolListChangedRequest) {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.changed++
 		},
 	})
 	client.AddRoots(&mcp.Root{URI: "file:///e2e/root", Name: "e2e"})
@@ -219,40 +235,6 @@ func testGoClient(t *testing.T, c *sessiondtest.Cluster) {
 				}
 			}
 		})
-	}
-}
-
-// testMCPRemote runs the main scenarios with mcp-remote in between, which is how clients that only know servers on their own
-// machine reach others: it speaks to them on its standard input and output, and HTTP to the cluster.
-func testMCPRemote(t *testing.T, c *sessiondtest.Cluster) {
-	s := &goClient{}
-	s.open(t, &mcp.CommandTransport{
-		Command: node(t.Context(), t, "node_modules/mcp-remote/dist/proxy.js", c.URL, "--transport", "http-only"),
-	}, handshakeEra)
-	for i := 1; i <= 10; i++ {
-		if got := s.mustCall(t, "counter_add", map[string]any{"by": 2}); got != strconv.Itoa(2*i) {
-			t.Fatalf("call %d: total %s, want %d", i, got, 2*i)
-		}
-	}
-	if got, want := s.mustCall(t, "ask", map[string]any{"questions": 3}), `["answer 1","answer 2","answer 3"]`; compact(t, got) != want {
-		t.Errorf("ask: %s, want %s", got, want)
-	}
-	if got := s.mustCall(t, "sample", map[string]any{"prompt": "x"}); got != "sampled: x" {
-		t.Errorf("sample: %s", got)
-	}
-	if got := s.mustCall(t, "roots", nil); !strings.Contains(got, "file:///e2e/root") {
-		t.Errorf("roots: %s", got)
-	}
-	s.mustCall(t, "slow", map[string]any{"seconds": 1})
-	if err := sessiondtest.Poll(within(t, patience), func(context.Context) error {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if !slices.Equal(s.progress, []float64{1}) {
-			return fmt.Errorf("progress %v, want 1", s.progress)
-		}
-		return nil
-	}); err != nil {
-		t.Error(err)
 	}
 }
 

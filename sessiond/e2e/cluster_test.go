@@ -21,7 +21,6 @@ func TestClusterWithoutLock(t *testing.T) {
 	c := sessiondtest.StartCluster(t, sessiondtest.ClusterConfig{})
 	testTypeScript(t, c, 100)
 	t.Run("go", func(t *testing.T) { testGoClient(t, c) })
-	t.Run("mcp-remote", func(t *testing.T) { testMCPRemote(t, c) })
 	t.Run("turns", func(t *testing.T) { testTurns(t, c) })
 	t.Run("answers", func(t *testing.T) { testAnswers(t, c) })
 	t.Run("delete while running", func(t *testing.T) { testDeleteWhileRunning(t, c) })

@@ -162,6 +162,7 @@ type report struct {
 	Served   map[string]int `json:"served"`
 	Hops     [][]string     `json:"hops"`
 	Right    int            `json:"right"`
+	RaisedOn []string       `json:"raisedOn"`
 }
 
 // check fails the test if the scenario failed.

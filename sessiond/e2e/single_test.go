@@ -6,6 +6,7 @@ import (
 	"context"
 	"io"
 	"net/http"
+	"os/exec"
 	"strconv"
 	"strings"
 	"testing"
@@ -101,11 +102,7 @@ func TestInspector(t *testing.T) {
 	s := startSingle(t)
 	inspect := func(args ...string) string {
 		t.Helper()
-		cmd := node(within(t, 2*patience), t, append([]string{
-			"node_modules/@modelcontextprotocol/inspector/clients/launcher/build/index.js",
-			"--cli", mcpURL(s.Addr), "--transport", "http",
-		}, args...)...)
-		code, stdout, stderr := runCommand(t, cmd)
+		code, stdout, stderr := runCommand(t, inspector(within(t, 2*patience), t, mcpURL(s.Addr), args...))
 		if code != 0 {
 			t.Fatalf("inspector %v: exit code %d\n%s%s", args, code, stdout, stderr)
 		}
@@ -122,6 +119,14 @@ func TestInspector(t *testing.T) {
 			t.Errorf("%s: resources/list: %s", era, out)
 		}
 	}
+}
+
+// inspector makes a command that runs the inspector without its web page.
+func inspector(ctx context.Context, t *testing.T, url string, args ...string) *exec.Cmd {
+	t.Helper()
+	return node(ctx, t, append([]string{
+		"node_modules/@modelcontextprotocol/inspector/clients/launcher/build/index.js", "--cli", url, "--transport", "http",
+	}, args...)...)
 }
 
 // Without a store there are no sessions, and calls work all the same (N1).

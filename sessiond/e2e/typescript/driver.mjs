@@ -1,6 +1,9 @@
 // Drives an MCP server through scenarios with the TypeScript SDK's client, and reports each as one line of JSON.
 //
-//   node driver.mjs --url http://127.0.0.1:8080/mcp [--rounds N] basics counter ...
+//   node driver.mjs --url http://127.0.0.1:8080/mcp [--sdk 1|2] [--rounds N] basics counter ...
+//
+// The SDK has two major versions, in packages of different names; --sdk says which one, 1 by default. Version 2 speaks the
+// handshake era here, as it does unless told otherwise; the scenario modern tells it.
 //
 // A line has the scenario's name, ok, what it found out, and how many requests each back-end served. The scenarios
 // check what a client can see by themselves; what only the test knows (how many back-ends there are, whether the lock
@@ -12,15 +15,43 @@
 import assert from 'node:assert/strict';
 import { createInterface } from 'node:readline';
 import { parseArgs } from 'node:util';
-import { Client } from '@modelcontextprotocol/sdk/client/index.js';
-import { StreamableHTTPClientTransport } from '@modelcontextprotocol/sdk/client/streamableHttp.js';
-import {
-  CreateMessageRequestSchema,
-  ElicitRequestSchema,
-  ListRootsRequestSchema,
-  LoggingMessageNotificationSchema,
-  ToolListChangedNotificationSchema,
-} from '@modelcontextprotocol/sdk/types.js';
+
+/** What differs between the major versions of the SDK. */
+const SDKS = {
+  async 1() {
+    const { Client } = await import('@modelcontextprotocol/sdk/client/index.js');
+    const { StreamableHTTPClientTransport } = await import('@modelcontextprotocol/sdk/client/streamableHttp.js');
+    const types = await import('@modelcontextprotocol/sdk/types.js');
+    const schemas = {
+      'elicitation/create': types.ElicitRequestSchema,
+      'sampling/createMessage': types.CreateMessageRequestSchema,
+      'roots/list': types.ListRootsRequestSchema,
+      'notifications/message': types.LoggingMessageNotificationSchema,
+      'notifications/resources/updated': types.ResourceUpdatedNotificationSchema,
+      'notifications/tools/list_changed': types.ToolListChangedNotificationSchema,
+    };
+    return {
+      Client,
+      StreamableHTTPClientTransport,
+      onRequest: (client, method, handler) => client.setRequestHandler(schemas[method], handler),
+      onNotification: (client, method, handler) => client.setNotificationHandler(schemas[method], handler),
+      callTool: (client, params, options) => client.callTool(params, undefined, options),
+    };
+  },
+  async 2() {
+    const { Client, StreamableHTTPClientTransport } = await import('@modelcontextprotocol/client');
+    return {
+      Client,
+      StreamableHTTPClientTransport,
+      onRequest: (client, method, handler) => client.setRequestHandler(method, handler),
+      onNotification: (client, method, handler) => client.setNotificationHandler(method, handler),
+      callTool: (client, params, options) => client.callTool(params, options),
+    };
+  },
+};
+
+/** The one in use. */
+let sdk;
 
 const TOOLS = ['echo', 'counter_add', 'note_set', 'notes_list', 'ask', 'sample', 'roots', 'slow', 'say', 'fail', 'panic'];
 
@@ -36,6 +67,9 @@ class Exchange {
     this.contentType = '';
     this.body = '';
     this.ended = false;
+    this.cancelled = false;
+    /** Set to break the response off once so much of its body is there. @type {(body: string) => boolean} */
+    this.cutWhen = () => false;
   }
   get isCall() {
     return this.message?.id !== undefined && this.message?.method !== undefined;
@@ -57,7 +91,7 @@ class Exchange {
     if (got.length > expected.length || got.some((id) => !expected.includes(id))) {
       return `${what} brought the answers ${JSON.stringify(got)}`;
     }
-    if (this.ended && got.length < expected.length) {
+    if (this.ended && got.length < expected.length && !this.cancelled) {
       return `${what} ended without its answer: ${this.body.slice(0, 500)}`;
     }
     return undefined;
@@ -69,9 +103,17 @@ class Wire {
   constructor() {
     /** @type {Exchange[]} */
     this.exchanges = [];
+    /** Which calls to break off, and when. @type {(x: Exchange) => ((body: string) => boolean) | undefined} */
+    this.cut = () => undefined;
     this.fetch = async (url, init = {}) => {
       const x = new Exchange(init.method ?? 'GET', init.body ? JSON.parse(init.body) : undefined, new Headers(init.headers));
       this.exchanges.push(x);
+      x.cutWhen = this.cut(x) ?? x.cutWhen;
+      if (x.message?.method === 'notifications/cancelled') {
+        for (const y of this.exchanges) {
+          y.cancelled ||= y.isCall && y.message.id === x.message.params.requestId;
+        }
+      }
       const response = await fetch(url, init);
       x.status = response.status;
       x.servedBy = response.headers.get('x-served-by') ?? '';
@@ -103,8 +145,12 @@ function record(x, body) {
       if (done) {
         x.ended = true;
         controller.close();
-      } else {
-        controller.enqueue(value);
+        return;
+      }
+      controller.enqueue(value);
+      if (x.cutWhen(x.body)) {
+        controller.error(new TypeError('cut by the test'));
+        await reader.cancel();
       }
     },
     cancel: (reason) => reader.cancel(reason),
@@ -142,23 +188,38 @@ function messages(contentType, text, ended) {
 
 /** A connected client together with its wire. */
 class Session {
-  /** @param {URL} url @param {{capabilities?: object}} options */
-  static async open(url, { capabilities = { elicitation: {}, sampling: {}, roots: {} } } = {}) {
+  /** @param {URL} url @param {{capabilities?: object, more?: object}} options */
+  static async open(url, { capabilities = { elicitation: {}, sampling: {}, roots: {} }, more = {} } = {}) {
     const s = new Session();
     s.url = url;
     s.wire = new Wire();
     /** @type {Error[]} */
     s.errors = [];
-    s.client = new Client({ name: 'sessiond-e2e', version: '1.0.0' }, { capabilities });
+    s.client = new sdk.Client({ name: 'sessiond-e2e', version: '1.0.0' }, { capabilities, ...more });
     s.client.onerror = (e) => s.errors.push(e);
-    s.transport = new StreamableHTTPClientTransport(url, { fetch: s.wire.fetch });
+    s.transport = new sdk.StreamableHTTPClientTransport(url, { fetch: s.wire.fetch });
     await s.client.connect(s.transport);
     return s;
   }
 
+  /** Answers the server's requests of a method. */
+  onRequest(method, handler) {
+    sdk.onRequest(this.client, method, handler);
+  }
+
+  /** Hears the server's notifications of a method. */
+  onNotification(method, handler) {
+    sdk.onNotification(this.client, method, handler);
+  }
+
+  /** Waits until the standalone stream is open, which the SDK sees to by itself. */
+  async listening() {
+    await until(() => this.wire.exchanges.some((x) => x.method === 'GET' && x.status === 200), 'a standalone stream');
+  }
+
   /** Calls a tool and gives the text of its result. */
   async call(name, args = {}, options = undefined) {
-    const result = await this.client.callTool({ name, arguments: args }, undefined, options);
+    const result = await sdk.callTool(this.client, { name, arguments: args }, options);
     assert.notEqual(result.isError, true, `${name}: ${result.content?.[0]?.text}`);
     assert.equal(result.content.length, 1, `${name}: one content`);
     assert.equal(result.content[0].type, 'text');
@@ -217,7 +278,7 @@ const scenarios = {
   async ask(url) {
     const s = await Session.open(url);
     const questions = [];
-    s.client.setRequestHandler(ElicitRequestSchema, ({ params }) => {
+    s.onRequest('elicitation/create', ({ params }) => {
       assert.deepEqual(Object.keys(params.requestedSchema.properties), ['answer']);
       questions.push(params.message);
       return { action: 'accept', content: { answer: `answer ${questions.length}` } };
@@ -246,7 +307,7 @@ const scenarios = {
   async 'ask-while-busy'(url) {
     const s = await Session.open(url);
     let asked = 0;
-    s.client.setRequestHandler(ElicitRequestSchema, async () => {
+    s.onRequest('elicitation/create', async () => {
       asked++;
       assert.equal(await s.call('counter_add', { by: 1 }), String(asked));
       await s.call('note_set', { key: `asked ${asked}`, value: 'yes' });
@@ -264,7 +325,7 @@ const scenarios = {
   async 'ask-in-parallel'(url) {
     const s = await Session.open(url);
     let asked = 0;
-    s.client.setRequestHandler(ElicitRequestSchema, async () => {
+    s.onRequest('elicitation/create', async () => {
       const answer = `answer ${++asked}`;
       await Promise.resolve();
       return { action: 'accept', content: { answer } };
@@ -296,7 +357,7 @@ const scenarios = {
 
   async sampling(url) {
     const s = await Session.open(url);
-    s.client.setRequestHandler(CreateMessageRequestSchema, ({ params }) => ({
+    s.onRequest('sampling/createMessage', ({ params }) => ({
       model: 'e2e',
       role: 'assistant',
       content: { type: 'text', text: `sampled: ${params.messages[0].content.text}` },
@@ -310,7 +371,7 @@ const scenarios = {
 
   async roots(url) {
     const s = await Session.open(url);
-    s.client.setRequestHandler(ListRootsRequestSchema, () => ({ roots: [{ uri: 'file:///e2e/root', name: 'e2e' }] }));
+    s.onRequest('roots/list', () => ({ roots: [{ uri: 'file:///e2e/root', name: 'e2e' }] }));
     for (let i = 0; i < 5; i++) {
       assert.match(await s.call('roots'), /file:\/\/\/e2e\/root/);
     }
@@ -332,7 +393,7 @@ const scenarios = {
   async logging(url) {
     const s = await Session.open(url);
     const seen = [];
-    s.client.setNotificationHandler(LoggingMessageNotificationSchema, ({ params }) => {
+    s.onNotification('notifications/message', ({ params }) => {
       seen.push(params);
     });
     const say = async (count) => {
@@ -350,6 +411,133 @@ const scenarios = {
     }
     await s.close();
     return { served: s.wire.served() };
+  },
+
+  // A resource that is updated on any replica is told on the standalone stream of who is subscribed to it, once, and not
+  // after that has unsubscribed (F12). Needs a server that runs with --everything, as all up to modern do.
+  async subscribe(url) {
+    const s = await Session.open(url);
+    const uri = 'test://watched-resource';
+    const updated = [];
+    let changes = 0;
+    s.onNotification('notifications/resources/updated', ({ params }) => {
+      updated.push(params.uri);
+    });
+    s.onNotification('notifications/tools/list_changed', () => {
+      changes++;
+    });
+    await s.listening();
+    await s.client.subscribeResource({ uri });
+    const before = s.wire.exchanges.length;
+    for (let i = 0; i < 3; i++) {
+      await s.call('test_update_resource', { uri });
+    }
+    const raisedOn = new Set(s.wire.exchanges.slice(before).map((x) => x.servedBy));
+    await until(() => updated.length >= 3, `3 updates, ${updated.length} were told`);
+    await s.client.unsubscribeResource({ uri });
+    await s.call('test_update_resource', { uri });
+    changes = 0; // a list may have changed before
+    await s.call('test_trigger_tool_change');
+    await until(() => changes > 0, 'told of a change after the update');
+    assert.deepEqual(updated, [uri, uri, uri]);
+    await s.close();
+    return { raisedOn: [...raisedOn], served: s.wire.served() };
+  },
+
+  // What changes on any replica is told on the standalone stream, and on no other (F11, F12).
+  async stream(url) {
+    const s = await Session.open(url);
+    let changes = 0;
+    s.onNotification('notifications/tools/list_changed', () => {
+      changes++;
+    });
+    await s.listening();
+    const before = s.wire.exchanges.length;
+    for (let i = 1; i <= 3; i++) {
+      await s.call('test_trigger_tool_change');
+      await until(() => changes >= i, `told of ${i} changes, was told of ${changes}`);
+    }
+    const calls = s.wire.exchanges.slice(before);
+    assert.ok(calls.every((x) => !x.body.includes('list_changed')), 'told on the stream of a call');
+    await s.close();
+    return { raisedOn: [...new Set(calls.map((x) => x.servedBy))], served: s.wire.served() };
+  },
+
+  // The stream of a call is cut in the middle; the SDK resumes it, on another replica, and misses nothing (F11). Needs a
+  // server that keeps events (--history).
+  async resume(url) {
+    const s = await Session.open(url);
+    const hops = [];
+    for (let round = 0; round < 2; round++) {
+      s.wire.cut = (x) => (x.isCall ? (body) => body.includes('"progress":1') : undefined);
+      const before = s.wire.exchanges.length;
+      const seen = [];
+      assert.equal(await s.call('slow', { seconds: 2 }, { onprogress: (p) => seen.push(p.progress) }), 'took 2 s');
+      assert.deepEqual(seen, [1, 2]);
+      const exchanges = s.wire.exchanges.slice(before);
+      const [call, resumed] = [exchanges.find((x) => x.isCall), exchanges.find((x) => x.resumes)];
+      assert.ok(!call.ended && !call.body.includes('took'), 'the call was not cut');
+      assert.equal(resumed.status, 200);
+      assert.ok(resumed.body.includes('took'), 'the answer came on the resumed stream');
+      hops.push([call.servedBy, resumed.servedBy]);
+    }
+    await s.close();
+    return { hops, served: s.wire.served() };
+  },
+
+  // A cancelled call's handler is told, on whichever replica it runs (F10).
+  async cancel(url) {
+    const s = await Session.open(url);
+    const hops = [];
+    for (let round = 0; round < 3; round++) {
+      const before = s.wire.exchanges.length;
+      const [name, enough] = [`${s.transport.sessionId} ${round}`, new AbortController()];
+      await assert.rejects(s.call('test_wait', { name }, { signal: enough.signal, onprogress: () => enough.abort('enough') }));
+      const cancel = () => s.wire.exchanges.slice(before).find((x) => x.message?.method === 'notifications/cancelled');
+      await until(() => cancel()?.status === 202, 'the cancellation is accepted');
+      hops.push([s.wire.exchanges[before].servedBy, cancel().servedBy]);
+      // The replica that ran it knows; each call meets another one.
+      let end;
+      await until(async () => {
+        end = JSON.parse(await s.call('test_waits'))[name];
+        return end !== undefined;
+      }, 'the handler has ended');
+      assert.equal(end.cause, 'context canceled');
+    }
+    await s.close();
+    return { hops, served: s.wire.served() };
+  },
+
+  // The revision without sessions: lists, calls, progress, questions in results, changes on a subscription (N2, F12). Needs
+  // version 2.
+  async modern(url) {
+    const s = await Session.open(url, { more: { versionNegotiation: { mode: { pin: '2026-07-28' } } } });
+    s.onRequest('elicitation/create', () => ({ action: 'accept', content: { name: 'Ada' } }));
+    const uri = 'test://watched-resource';
+    const updated = [];
+    s.onNotification('notifications/resources/updated', ({ params }) => {
+      updated.push(params.uri);
+    });
+    assert.ok((await s.client.listTools()).tools.some((t) => t.name === 'echo'));
+    for (const text of ['hello', 'x'.repeat(200_000)]) {
+      assert.equal(await s.call('echo', { text }), text);
+    }
+    const seen = [];
+    assert.equal(await s.call('slow', { seconds: 2 }, { onprogress: (p) => seen.push(p.progress) }), 'took 2 s');
+    assert.deepEqual(seen, [1, 2]);
+    assert.match(await s.call('test_input_required_result_elicitation'), /Ada/);
+    const subscription = await s.client.listen({ resourceSubscriptions: [uri] });
+    const before = s.wire.exchanges.length;
+    for (let i = 0; i < 3; i++) {
+      await s.call('test_update_resource', { uri });
+    }
+    const raisedOn = new Set(s.wire.exchanges.slice(before).map((x) => x.servedBy));
+    await until(() => updated.length >= 3, `3 updates, ${updated.length} were told`);
+    assert.deepEqual(updated, [uri, uri, uri]);
+    await subscription.close();
+    await s.client.close();
+    assert.ok(!s.transport.sessionId, 'a session id in an era without sessions');
+    return { raisedOn: [...raisedOn], served: s.wire.served() };
   },
 
   // A tool that fails, one that does not exist, one that panics: an error each, and the session goes on (F14).
@@ -484,7 +672,7 @@ const scenarios = {
   async idle(url) {
     const s = await Session.open(url);
     let changes = 0;
-    s.client.setNotificationHandler(ToolListChangedNotificationSchema, () => {
+    s.onNotification('notifications/tools/list_changed', () => {
       changes++;
     });
     const streams = () => s.wire.exchanges.filter((x) => x.method === 'GET');
@@ -504,7 +692,7 @@ const scenarios = {
   // things in between. A call that fails is reported, not fatal.
   async steps(url) {
     const s = await Session.open(url);
-    s.client.setRequestHandler(ElicitRequestSchema, () => ({ action: 'accept', content: { answer: 'yes' } }));
+    s.onRequest('elicitation/create', () => ({ action: 'accept', content: { answer: 'yes' } }));
     print({ sessionId: s.transport.sessionId });
     for await (const line of createInterface({ input: process.stdin })) {
       const { tool, args } = JSON.parse(line);
@@ -525,7 +713,7 @@ const scenarios = {
 
 /** Waits until something is so. */
 async function until(is, what) {
-  for (const end = Date.now() + 10_000; !is(); ) {
+  for (const end = Date.now() + 10_000; !(await is()); ) {
     assert.ok(Date.now() < end, `in vain: ${what}`);
     await new Promise((done) => setTimeout(done, 10));
   }
@@ -537,8 +725,9 @@ function print(line) {
 
 let args;
 try {
-  args = parseArgs({ options: { url: { type: 'string' }, rounds: { type: 'string', default: '100' } }, allowPositionals: true });
-  assert.ok(args.values.url && args.positionals.length > 0 && Number(args.values.rounds) > 0, 'usage: node driver.mjs --url URL [--rounds N] SCENARIO...');
+  args = parseArgs({ options: { url: { type: 'string' }, sdk: { type: 'string', default: '1' }, rounds: { type: 'string', default: '100' } }, allowPositionals: true });
+  assert.ok(args.values.url && args.positionals.length > 0 && Number(args.values.rounds) > 0, 'usage: node driver.mjs --url URL [--sdk 1|2] [--rounds N] SCENARIO...');
+  assert.ok(SDKS[args.values.sdk], `no version ${args.values.sdk} of the SDK`);
   for (const name of args.positionals) {
     assert.ok(scenarios[name], `no scenario ${name}; there are: ${Object.keys(scenarios).join(', ')}`);
   }
@@ -547,6 +736,7 @@ try {
   process.exit(2);
 }
 
+sdk = await SDKS[args.values.sdk]();
 for (const scenario of args.positionals) {
   const begin = Date.now();
   try {
