@@ -27,7 +27,7 @@ var proxies = []struct {
 
 // Real proxies with their default buffering and idle time-outs of 15 s, each before two front-ends (F1, F19): what is
 // sent arrives when it is sent, and what is silent for longer than the time-out is not cut, a call no more than the
-// standalone stream. With the front-ends' answers as streams, and as JSON, where a long call has to become a stream.
+// standalone stream, nor a modern client's subscription (C72). With the front-ends' answers as streams, and as JSON, where a long call has to become a stream.
 func TestProxies(t *testing.T) {
 	args := []string{"--everything", "--allowed-hosts", "front_ends"} // the host that nginx passes on
 	c := sessiondtest.StartCluster(t, sessiondtest.ClusterConfig{Members: 1, Nodes: 2, FrontEnds: 2, FrontEndArgs: args})
@@ -37,7 +37,7 @@ func TestProxies(t *testing.T) {
 	type run struct {
 		name string
 		url  string
-		idle func() []report
+		idle []func() []report
 	}
 	var runs []run
 	for _, p := range proxies {
@@ -47,7 +47,9 @@ func TestProxies(t *testing.T) {
 	}
 	// It waits for most of the time, so all of them do at once, and the rest goes on beside them.
 	for i := range runs {
-		runs[i].idle = startScenarios(t, runs[i].url, "idle")
+		runs[i].idle = []func() []report{
+			startScenarios(t, runs[i].url, "idle"), startScenarios(t, runs[i].url, "--sdk=2", "idle-modern"),
+		}
 	}
 	for _, r := range runs {
 		t.Run(r.name, func(t *testing.T) {
@@ -59,7 +61,11 @@ func TestProxies(t *testing.T) {
 		})
 	}
 	for _, r := range runs {
-		t.Run(r.name+" in silence", func(t *testing.T) { checkProxied(t, r.idle()) })
+		t.Run(r.name+" in silence", func(t *testing.T) {
+			for _, idle := range r.idle {
+				checkProxied(t, idle())
+			}
+		})
 	}
 }
 
@@ -68,8 +74,8 @@ func checkProxied(t *testing.T, reports []report) {
 	for _, r := range reports {
 		t.Run(r.Scenario, func(t *testing.T) {
 			r.check(t)
-			// The idle scenario has few requests, among those of others, which take turns too.
-			if r.Scenario != "idle" && len(r.Served) != 2 {
+			// The idle scenarios have few requests, among those of others, which take turns too.
+			if !strings.HasPrefix(r.Scenario, "idle") && len(r.Served) != 2 {
 				t.Errorf("served by %v, want two front-ends", r.Served)
 			}
 			if r.Scenario == "ask" && !slices.ContainsFunc(r.Hops, func(hops []string) bool {

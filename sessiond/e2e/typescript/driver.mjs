@@ -688,6 +688,26 @@ const scenarios = {
     return { served: s.wire.served() };
   },
 
+  // The same for a modern client's subscription, and for its call, which it would cancel by going away. Needs version 2.
+  async 'idle-modern'(url) {
+    const s = await Session.open(url, { more: { versionNegotiation: { mode: { pin: '2026-07-28' } } } });
+    const uri = 'test://watched-resource';
+    let updates = 0;
+    s.onNotification('notifications/resources/updated', () => {
+      updates++;
+    });
+    const subscription = await s.client.listen({ resourceSubscriptions: [uri] });
+    assert.equal(await s.call('slow', { seconds: 17 }), 'took 17 s');
+    updates = 0; // another client may have updated it
+    await s.call('test_update_resource', { uri });
+    await until(() => updates > 0, 'told of the update');
+    const streams = s.wire.exchanges.filter((x) => x.message?.method === 'subscriptions/listen');
+    assert.equal(streams.length, 1, 'the subscription was cut and opened again');
+    await subscription.close();
+    await s.client.close();
+    return { served: s.wire.served() };
+  },
+
   // One call for each line on standard input ({"tool": ..., "args": ...}), one line of output for each; the test breaks
   // things in between. A call that fails is reported, not fatal.
   async steps(url) {
