@@ -441,3 +441,34 @@ func TestF20ShutdownCutsShort(t *testing.T) {
 		}
 	})
 }
+
+// F17 (C80): to resume a stream takes more than its event id: to anyone but its user the session does not exist.
+func TestF17ResumeByAnother(t *testing.T) {
+	r := newReplicas(t, 2, withHistory)
+	for i, s := range r.servers {
+		s.Config.Handler = auth.RequireBearerToken(func(_ context.Context, token string, _ *http.Request) (*auth.TokenInfo, error) {
+			return &auth.TokenInfo{UserID: token}, nil
+		}, &auth.RequireBearerTokenOptions{AllowMissingExpiration: true})(r.handlers[i])
+	}
+	const alice, bob = "Bearer alice", "Bearer bob"
+	id := r.openWith("2025-11-25", `{"elicitation":{}}`, "Authorization", alice)
+	s := r.request(http.MethodPost, id, call("1", "ask", `{}`), "Authorization", alice)
+	event, data := s.eventWithID()
+	for data == "" {
+		event, data = s.eventWithID()
+	}
+	if a := r.request(http.MethodGet, id, "", "Authorization", bob, "Last-Event-ID", event).all(); a.status != 404 || strings.Contains(a.body, "ask") {
+		t.Errorf("resumed by another: %d %s", a.status, a.body)
+	}
+	question := map[string]any{}
+	if err := json.Unmarshal([]byte(data), &question); err != nil {
+		t.Fatalf("%v: %s", err, data)
+	}
+	if a := r.post(id, accept(question["id"], "forged"), "Authorization", bob); a.status != 404 {
+		t.Errorf("answered by another: %d %s", a.status, a.body)
+	}
+	r.post(id, accept(question["id"], "x"), "Authorization", alice)
+	if got := text(s.event()); got != `["x"]` {
+		t.Errorf("result %s", got)
+	}
+}
