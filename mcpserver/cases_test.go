@@ -245,6 +245,42 @@ func TestF12SubscriptionsAtTheSameTime(t *testing.T) {
 	})
 }
 
+// F12, F15 (C78): a resource that the client's very next request changes, on a replica that may not have heard of the
+// subscription yet, is told.
+func TestF12SubscriptionHoldsAtOnce(t *testing.T) {
+	for range 50 {
+		r := newReplicas(t, 3, nil)
+		for _, server := range r.mcp {
+			mcp.AddTool(server, &mcp.Tool{Name: "update"}, func(ctx context.Context, _ *mcp.CallToolRequest, _ struct{}) (*mcp.CallToolResult, any, error) {
+				return &mcp.CallToolResult{}, nil, server.ResourceUpdated(ctx, &mcp.ResourceUpdatedNotificationParams{URI: "test://a"})
+			})
+		}
+		id := r.open()
+		s := r.requestTo(1, http.MethodGet, id, "")
+		r.subscribe(0, id, "subscribe", "test://a")
+		r.requestTo(2, http.MethodPost, id, call("1", "update", `{}`)).all()
+		told := make(chan bool)
+		go func() {
+			m := s.event()
+			for m["method"] == "notifications/tools/list_changed" { // of the tool that was added
+				m = s.event()
+			}
+			told <- m["method"] == "notifications/resources/updated"
+		}()
+		select {
+		case ok := <-told:
+			if !ok {
+				t.Fatal("the stream ended, or brought something else")
+			}
+		case <-time.After(10 * time.Second):
+			s.cut()
+			<-told
+			t.Fatal("not told of the update")
+		}
+		s.cut()
+	}
+}
+
 // F17, N2 (C35): two users' requests with one id, in flight at the same time on one replica, each see themselves alone, in
 // either era. An anonymous session is not a user's (C83).
 func TestF17EqualIDsOfTwoUsers(t *testing.T) {

@@ -343,6 +343,7 @@ func (x *exchange) tellStreams() error {
 	for _, p := range x.tell {
 		if p.Subscribed != "" {
 			x.h.topic.announce(p.Subscribed)
+			x.h.topic.subscribed(p.Subscribed)
 		}
 		if _, err := x.h.publish(x.ctx, x.session.id, presenceStream, marshal(p), client.PublishOptions{TTL: x.h.opts.messageTTL()}); err != nil {
 			return err

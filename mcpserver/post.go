@@ -277,6 +277,7 @@ func (h *Handler) serveSession(w http.ResponseWriter, r *http.Request, server *m
 		w.WriteHeader(statusAccepted)
 		return nil
 	}
+	h.topic.subscribed(slices.Collect(maps.Keys(sess.subscriptions()))...)
 	x := h.newExchange(ctx, r, sess, id, rest)
 	x.batch = in.batch
 	if len(x.order) > 0 {

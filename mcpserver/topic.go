@@ -371,6 +371,41 @@ func (t *topic) announce(uris ...string) {
 	}
 }
 
+// subscribed returns when this replica is subscribed to the resources. The word of the replica where the client subscribed may
+// still be on its way, and what the client does next may already change them, here (F15).
+func (t *topic) subscribed(uris ...string) {
+	if len(uris) == 0 {
+		return
+	}
+	unknown := map[string]int{}
+	var pending []<-chan struct{}
+	t.mu.Lock()
+	for _, uri := range uris {
+		if _, known := t.uris[uri]; !known {
+			unknown[uri] = int(t.uriTTL() / time.Second)
+		}
+	}
+	t.announced(unknown)
+	for _, uri := range uris {
+		for _, h := range t.hubs {
+			pending = append(pending, h.subscribe(uri))
+		}
+	}
+	t.mu.Unlock()
+	// An application's SubscribeHandler may take its time, but not every request's.
+	patience := time.NewTimer(time.Second)
+	defer patience.Stop()
+	for _, done := range pending {
+		select {
+		case <-done:
+		case <-patience.C:
+			return
+		case <-t.ctx.Done():
+			return
+		}
+	}
+}
+
 // announced is called with the lock held.
 func (t *topic) announced(uris map[string]int) {
 	now := time.Now()
@@ -409,13 +444,20 @@ type hub struct {
 
 	mu   sync.Mutex
 	next int
+	// subscribed has what the hub is subscribed to, each with a channel that is closed once the SDK has answered.
+	subscribed map[string]chan struct{}
+	unanswered map[int64]chan struct{} // by the request's id
 }
 
 // hear connects a hub to a server that has come to stay.
 func (t *topic) hear(server *mcp.Server) {
 	t.begin()
-	b := &hub{}
+	b := &hub{subscribed: map[string]chan struct{}{}, unanswered: map[int64]chan struct{}{}}
 	b.conn = newConn("", nil, func(_ context.Context, m jsonrpc.Message) error {
+		if response, ok := m.(*jsonrpc.Response); ok {
+			b.answered(response.ID)
+			return nil
+		}
 		request, ok := m.(*jsonrpc.Request)
 		switch {
 		case !ok:
@@ -461,14 +503,42 @@ func isChange(method string) bool {
 	return false
 }
 
-func (b *hub) subscribe(uri string)   { b.request(methodSubscribe, uri) }
-func (b *hub) unsubscribe(uri string) { b.request(methodUnsubscribe, uri) }
-
-func (b *hub) request(method, uri string) {
+// subscribe has the SDK subscribe the hub, if it is not subscribed yet. The channel is closed once it is.
+func (b *hub) subscribe(uri string) <-chan struct{} {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	done, ok := b.subscribed[uri]
+	if !ok {
+		done = make(chan struct{})
+		b.subscribed[uri] = done
+		b.unanswered[b.request(methodSubscribe, uri)] = done
+	}
+	return done
+}
+
+func (b *hub) unsubscribe(uri string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.subscribed, uri)
+	b.request(methodUnsubscribe, uri)
+}
+
+// request is called with the lock held.
+func (b *hub) request(method, uri string) (id int64) {
 	b.next++
 	b.feed(&jsonrpc.Request{ID: surrogateID(b.next), Method: method, Params: marshal(map[string]string{"uri": uri}), Extra: &mcp.RequestExtra{}})
+	return int64(b.next)
+}
+
+// answered notes that the SDK has answered a request. Whether it refused it is all the same: then nothing is heard.
+func (b *hub) answered(id jsonrpc.ID) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	n, _ := id.Raw().(int64)
+	if done, ok := b.unanswered[n]; ok {
+		close(done)
+		delete(b.unanswered, n)
+	}
 }
 
 // feed does not hold up its caller, whom the SDK may be waiting for.
