@@ -75,7 +75,7 @@ conformance: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver ## Run the official MC
 
 # CHAOS=quick is what CI runs. Without a seed there is a new one each time, which is printed.
 chaos: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver $(BIN)/chaos ## Break a cluster at random and judge what clients saw (SEED, DURATION, FAULTS, CHAOS=quick).
-	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(BIN)/chaos $(if $(filter quick,$(CHAOS)),--seed 20 --duration 150s) \
+	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(BIN)/chaos $(if $(filter quick,$(CHAOS)),--seed 20 --duration 110s) \
 		$(if $(SEED),--seed $(SEED)) $(if $(DURATION),--duration $(DURATION)) $(if $(FAULTS),--faults $(FAULTS)) $(CHAOS_FLAGS)
 
 client-typescript: $(BIN)/buf client/typescript/node_modules/.package-lock.json ## Set up client/typescript: packages, stubs, compile.
