@@ -78,7 +78,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		report.Write(stdout)
 	}
 	if err != nil {
-		fmt.Fprintf(stderr, "chaos: %v\nlogs are in %s\n", err, cfg.Dir)
+		fmt.Fprintln(stderr, "chaos:", err)
+		if kept || os.Remove(cfg.Dir) != nil { // it is not empty
+			fmt.Fprintln(stderr, "logs are in", cfg.Dir)
+		}
 		return exitFailed
 	}
 	if len(report.Violations) > 0 || !report.Valid() {
