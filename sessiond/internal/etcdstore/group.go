@@ -51,8 +51,9 @@ var errNotSent = errors.New("not sent")
 // of the one and the release of the other arrive at about the same time, and if the acquire were sent alone the release, for
 // which all others wait, would have to wait for its commit.
 //
-// When etcd refuses a transaction as a whole because of one step (its lease has ended, say; or it writes while there is no
-// space left), the steps are sent again one by one.
+// When etcd refuses a transaction as a whole because of one step (its lease has ended, say), the steps are sent again one by
+// one. That there is no space left is no refusal: the first write beyond the quota is carried out and answered with that error
+// all the same. While there is none, what only removes does not share a transaction with what writes, which etcd refuses.
 type group struct {
 	kv       clientv3.KV
 	limit    int           // transactions under way
@@ -65,6 +66,7 @@ type group struct {
 
 	mu       sync.Mutex
 	underWay int
+	full     bool    // the last that would have written met no space
 	queue    []*step // as it will be sent; while there is room for a transaction only patient ones
 }
 
@@ -232,7 +234,8 @@ func (g *group) gather() []*step {
 	ops, bytes := 0, 0
 	for _, s := range g.queue {
 		own := max(ops, s.ops())
-		fits := len(steps) == 0 || len(steps)+1+own <= maxGroupOps && bytes+s.bytes <= maxGroupBytes
+		fits := len(steps) == 0 || len(steps)+1+own <= maxGroupOps && bytes+s.bytes <= maxGroupBytes &&
+			(!g.full || s.writes() == steps[0].writes())
 		if other, there := about[s.about]; there {
 			fits = fits && other.role == releases && s.role == acquires && other.entry != s.entry
 			about[s.about] = share{apart, ""}
@@ -252,6 +255,19 @@ func (g *group) gather() []*step {
 	return steps
 }
 
+// writes says whether a step may need space.
+func (s *step) writes() bool { return slices.ContainsFunc(s.then, clientv3.Op.IsPut) }
+
+// heard notes whether there was space for what was sent.
+func (g *group) heard(err error, writes bool) {
+	if err != nil && !errors.Is(err, rpctypes.ErrNoSpace) || !writes {
+		return
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.full = err != nil
+}
+
 // ops is how many operations etcd counts for a step.
 func (s *step) ops() int { return max(len(s.cmps), len(s.then), len(s.els)) }
 
@@ -269,7 +285,9 @@ func (s *step) measure() {
 
 // send sends one step as a transaction of its own.
 func (g *group) send(ctx context.Context, s *step) (*clientv3.TxnResponse, error) {
-	return g.kv.Txn(ctx).If(s.cmps...).Then(s.then...).Else(s.els...).Commit()
+	resp, err := g.kv.Txn(ctx).If(s.cmps...).Then(s.then...).Else(s.els...).Commit()
+	g.heard(err, s.writes())
+	return resp, err
 }
 
 // sendAll sends steps as one transaction.
@@ -289,6 +307,7 @@ func (g *group) sendAll(steps []*step) {
 		ops[i] = clientv3.OpTxn(s.cmps, s.then, s.els)
 	}
 	resp, err := g.kv.Txn(ctx).Then(ops...).Commit()
+	g.heard(err, slices.ContainsFunc(steps, (*step).writes))
 	if refused(err) {
 		g.sendSingly(ctx, steps)
 		return
@@ -325,7 +344,6 @@ func refused(err error) bool {
 	for _, target := range []error{
 		rpctypes.ErrLeaseNotFound, rpctypes.ErrDuplicateKey, rpctypes.ErrTooManyOps, rpctypes.ErrRequestTooLarge,
 		rpctypes.ErrGRPCRequestTooLarge, rpctypes.ErrKeyNotFound,
-		rpctypes.ErrNoSpace, // what only removes is not refused for that
 	} {
 		if errors.Is(err, target) {
 			return true
