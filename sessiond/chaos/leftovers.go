@@ -22,7 +22,7 @@ type counts struct {
 	keys, all, leases int
 	// watchers are counted by the members, goroutines by the nodes.
 	watchers, goroutines int
-	// each has them one by one.
+	// each has them one by one, and some of the keys.
 	each string
 }
 
@@ -40,11 +40,14 @@ func (c *cluster) count(ctx context.Context) (counts, error) {
 	defer cancel()
 	var n counts
 	for _, kind := range []string{"s/", "l/", "m/"} {
-		keys, err := c.admin.Get(ctx, sessiond.DefaultPrefix+kind, clientv3.WithPrefix(), clientv3.WithCountOnly())
+		keys, err := c.admin.Get(ctx, sessiond.DefaultPrefix+kind, clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithLimit(5))
 		if err != nil {
 			return n, err
 		}
 		n.keys += int(keys.Count)
+		for _, kv := range keys.Kvs {
+			n.each += string(kv.Key) + " "
+		}
 	}
 	all, err := c.admin.Get(ctx, sessiond.DefaultPrefix, clientv3.WithPrefix(), clientv3.WithCountOnly())
 	if err != nil {

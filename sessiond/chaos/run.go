@@ -147,7 +147,7 @@ func Run(ctx context.Context, cfg Config) (_ *Report, err error) {
 		clients, attached = append(clients, cl), append(attached, opts.Attach)
 	}
 	w := &workload{
-		load: load{slots: 100, actors: 5, operations: 100, doubts: 4, abandons: 3, lockTTL: 2 * time.Second, patience: 10 * time.Second},
+		load: load{slots: 100, actors: 5, operations: 100, doubts: 4, abandons: 3, lockTTL: 2 * time.Second, patience: 10 * time.Second, settled: 5 * time.Second},
 		seed: cfg.Seed, clients: clients, attached: attached, clock: clk, judge: j.take,
 	}
 	t := &talks{

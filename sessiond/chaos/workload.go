@@ -5,8 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/sessiond/sessiond/client"
@@ -26,6 +26,8 @@ type load struct {
 	lockTTL time.Duration
 	// patience is how long an acquire waits.
 	patience time.Duration
+	// settled is how long it takes at most until what was cut off has been carried out, or never will be.
+	settled time.Duration
 }
 
 // Sessions live for an hour, or so short that they end under the hands of their clients.
@@ -51,8 +53,10 @@ type workload struct {
 	// judge takes the history of a session.
 	judge func([]Op)
 
-	made atomic.Int64 // sessions
-	left sync.WaitGroup
+	left sync.WaitGroup // destroys under way
+
+	mu     sync.Mutex
+	unsure []string // sessions that may be made once more, by a create whose outcome nobody knows
 }
 
 // random is a source of its own for each use, so that what one does changes nothing for the others.
@@ -91,6 +95,13 @@ func (w *workload) run(ctx, stop context.Context) {
 	}
 	slots.Wait()
 	w.left.Wait()
+	// A create that was cut off may have been carried out when its session had been destroyed already.
+	if len(w.unsure) > 0 {
+		pause(ctx, w.settled)
+	}
+	for _, id := range w.unsure {
+		w.destroy(ctx, id)
+	}
 }
 
 // round is the life of one session, with all its incarnations.
@@ -138,8 +149,12 @@ func (w *workload) round(ctx, stop context.Context, slot, n int) {
 		}
 		pause(ctx, 200*time.Millisecond)
 	}
-	w.made.Add(1)
 	w.left.Go(func() { w.destroy(ctx, r.id) })
+	if slices.ContainsFunc(r.ops, func(o Op) bool { return o.Kind == Create && o.Outcome == Unknown }) {
+		w.mu.Lock()
+		w.unsure = append(w.unsure, r.id)
+		w.mu.Unlock()
+	}
 	w.judge(r.ops)
 }
 
