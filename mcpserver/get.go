@@ -308,7 +308,22 @@ func (s *standalone) deliver(ctx context.Context, m client.Message) bool {
 		s.changes(m.Position)
 		return false
 	}
+	known := s.resources[p.Subscribed]
 	s.subscription(m.Position, p)
+	if p.Subscribed != "" && !known && s.resources[p.Subscribed] {
+		return s.catchUp(m.Position, p.Subscribed)
+	}
+	return true
+}
+
+// catchUp tells of the changes of a resource that happened after the client subscribed to it but were heard of before that.
+func (s *standalone) catchUp(since uint64, uri string) bool {
+	events, _ := s.h.topic.after(since, func(e topicEvent) bool { return e.uri == uri && e.position <= s.heard })
+	for _, e := range events {
+		if s.event(encodeRequest("", e.Method, e.Params)) != nil {
+			return false
+		}
+	}
 	return true
 }
 

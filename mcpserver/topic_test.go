@@ -58,6 +58,10 @@ func TestF12ChangesReachEachSessionOnce(t *testing.T) {
 		// A second subscription while the stream is open, and the end of the first.
 		r.subscribe(2, id, "subscribe", "test://c")
 		r.subscribe(2, id, "unsubscribe", "test://a")
+		r.mark(id) // the stream has heard of that
+		if m := s.event(); m["method"] != "notifications/message" {
+			t.Fatalf("got %v", m)
+		}
 		r.eventually(func() bool { return r.subscribers(0, "test://c") == 1 })
 		r.updated(0, "test://a")
 		r.updated(0, "test://c")
