@@ -29,6 +29,8 @@ type contestant struct {
 	// read is of what is certainly the newest.
 	read     func(ctx context.Context, caller, session int) error
 	messages *channel
+	// refused holds a lock. Each call of try is refused it.
+	refused func(ctx context.Context) (try func(ctx context.Context, caller int) error, release func(context.Context) error, err error)
 	// clean, if set, ends the connections.
 	clean func() error
 }
@@ -173,5 +175,7 @@ func (p payloads) next(caller int) []byte {
 	p[caller] = data
 	return data
 }
+
+var errNotRefused = errors.New("got a lock that another holds")
 
 func sessionKey(i int) string { return fmt.Sprintf("session/%03d", i) }

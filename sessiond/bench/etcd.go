@@ -72,6 +72,16 @@ func (b *bench) startEtcd(ctx context.Context) ([]*contestant, error) {
 		}},
 		{name: nameEtcdLong, meter: m, locks: true, cycle: func(ctx context.Context, caller, session int, under func()) error {
 			return locked(ctx, sessions[caller], caller, session, under)
+		}, refused: func(ctx context.Context) (func(context.Context, int) error, func(context.Context) error, error) {
+			const key = "lock/refused"
+			held := concurrency.NewMutex(sessions[sessionCount-1], key)
+			return func(ctx context.Context, caller int) error {
+				err := concurrency.NewMutex(sessions[caller], key).TryLock(ctx)
+				if errors.Is(err, concurrency.ErrLocked) {
+					return nil
+				}
+				return errors.Join(errNotRefused, err)
+			}, held.Unlock, held.Lock(ctx)
 		}},
 		{name: nameV3Lock, meter: m, locks: true, cycle: func(ctx context.Context, caller, session int, under func()) error {
 			held, err := locks.Lock(ctx, &v3lockpb.LockRequest{

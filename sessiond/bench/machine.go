@@ -9,6 +9,8 @@ import (
 	"runtime"
 	"runtime/debug"
 	"strings"
+	"syscall"
+	"time"
 
 	"github.com/prometheus/procfs"
 )
@@ -61,6 +63,23 @@ func describeMachine() machine {
 		}
 	}
 	return m
+}
+
+// busy is the processor time of the whole machine that was not idle, and that of this process with its children which have ended.
+func busy() (all, ours time.Duration) {
+	if fs, err := procfs.NewDefaultFS(); err == nil {
+		if stat, err := fs.Stat(); err == nil {
+			c := stat.CPUTotal
+			all = time.Duration((c.User + c.Nice + c.System + c.IRQ + c.SoftIRQ + c.Steal) * float64(time.Second))
+		}
+	}
+	for _, who := range []int{syscall.RUSAGE_SELF, syscall.RUSAGE_CHILDREN} {
+		var r syscall.Rusage
+		if err := syscall.Getrusage(who, &r); err == nil {
+			ours += time.Duration(r.Utime.Nano() + r.Stime.Nano())
+		}
+	}
+	return all, ours
 }
 
 // firstField is the value of the first line "name : value" of a file.

@@ -130,6 +130,7 @@ func parse(args []string, stderr io.Writer) (config, error) {
 // run measures the sections and writes the report.
 func (c *config) run(ctx context.Context, stdout, stderr io.Writer) (err error) {
 	began := time.Now()
+	allBefore, oursBefore := busy()
 	if err := os.MkdirAll(c.out, 0o750); err != nil {
 		return err
 	}
@@ -175,6 +176,8 @@ func (c *config) run(ctx context.Context, stdout, stderr io.Writer) (err error) 
 	}
 	err = errors.Join(err, b.stop(context.WithoutCancel(ctx)))
 	r.Seconds = time.Since(began).Seconds()
+	all, ours := busy()
+	r.OthersCores = max((all-allBefore)-(ours-oursBefore), 0).Seconds() / r.Seconds
 	return errors.Join(err, r.write(c.out, stdout))
 }
 

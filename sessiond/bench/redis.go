@@ -101,7 +101,17 @@ func (b *bench) launchRedis(ctx context.Context, name, process string, args ...s
 			return s.client.Get(ctx, sessionKey(session)).Err()
 		},
 		messages: s.channel(),
-		clean:    s.client.Close,
+		refused: func(ctx context.Context) (func(context.Context, int) error, func(context.Context) error, error) {
+			const key = "lock/refused"
+			return func(ctx context.Context, _ int) error {
+				got, err := s.client.SetNX(ctx, key, "other", lockTTL).Result()
+				if got {
+					err = errNotRefused
+				}
+				return err
+			}, func(ctx context.Context) error { return s.client.Del(ctx, key).Err() }, s.client.Set(ctx, key, "holder", lockTTL).Err()
+		},
+		clean: s.client.Close,
 	}
 	return s, nil
 }

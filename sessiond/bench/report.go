@@ -20,10 +20,12 @@ type report struct {
 	Quick     bool
 	Seconds   float64
 	IdleCores float64 // what all processes together use while nobody asks for anything
-	Works     []*workReport
-	Figures   []*figures `json:",omitempty"`
-	Targets   []target
-	Failures  []string `json:",omitempty"` // of whole sections
+	// What everybody else on the machine used while it was measured: with more than a little of it, nothing here means much.
+	OthersCores float64
+	Works       []*workReport
+	Figures     []*figures `json:",omitempty"`
+	Targets     []target
+	Failures    []string `json:",omitempty"` // of whole sections
 
 	config *config
 }
@@ -186,6 +188,7 @@ func (r *report) write(dir string, stdout io.Writer) error {
 
 func (r *report) text(out io.Writer) {
 	fmt.Fprintf(out, "%s\n", r.Machine)
+	fmt.Fprintf(out, "others on this machine used %.2f of its cores meanwhile; all contestants at rest %.2f\n", r.OthersCores, r.IdleCores)
 	for _, w := range r.Works {
 		base := r.find(w.Name, w.Base)
 		contended := strings.HasPrefix(w.Name, "contended")

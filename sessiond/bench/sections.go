@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"sync"
@@ -126,6 +127,11 @@ func (b *bench) runContention(ctx context.Context) error {
 		})
 	}
 	works = append(works, work{
+		name: "refused", callers: 16, unit: "tries/s",
+		title: "16 callers that try to acquire what another holds, and are refused",
+		can:   func(c *contestant) bool { return c.refused != nil },
+		run:   refuse,
+	}, work{
 		name: "burst", callers: burstCalls, unit: "bursts/s",
 		title: fmt.Sprintf("bursts of %d calls at once on one session, with handlers of %s", burstCalls, burstHandler),
 		can:   locks,
@@ -224,6 +230,17 @@ func contend(ctx context.Context, c *contestant, l loop) (round, error) {
 		return round{}, fmt.Errorf("two held the lock at once, %d times", q.overlaps)
 	}
 	return r, nil
+}
+
+// refuse has all callers try in vain.
+func refuse(ctx context.Context, c *contestant, l loop) (_ round, err error) {
+	try, release, err := c.refused(ctx)
+	if err != nil {
+		return round{}, err
+	}
+	defer func() { err = errors.Join(err, release(context.WithoutCancel(ctx))) }()
+	l.do = try
+	return l.round(ctx)
 }
 
 const (

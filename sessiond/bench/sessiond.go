@@ -144,6 +144,16 @@ func (b *bench) sessiond(ctx context.Context, name string, m meter, nodes ...*se
 		_, err := c.Read(ctx, ids[session])
 		return err
 	}
+	us.refused = func(ctx context.Context) (func(context.Context, int) error, func(context.Context) error, error) {
+		grant, err := c.Acquire(ctx, ids[0], client.AcquireOptions{TTL: lockTTL})
+		return func(ctx context.Context, _ int) error {
+			got, err := c.TryAcquire(ctx, ids[0], client.AcquireOptions{TTL: lockTTL})
+			if got.Acquired {
+				err = errNotRefused
+			}
+			return err
+		}, func(ctx context.Context) error { return c.Release(ctx, grant) }, err
+	}
 	us.messages, err = b.sessiondChannel(ids[0], addrs)
 	return list, err
 }

@@ -46,6 +46,9 @@ func (r *report) judge() []target {
 	for _, name := range ours {
 		atMost(name+": commits a read, 128 callers", r.value("read-128", name, commits), 0, "")
 	}
+	for _, name := range ours {
+		atMost(name+": commits a refused try", r.value("refused", name, commits), 0, "")
+	}
 	cycles := func(name string) *contestantReport { return r.find("cycle-128", name) }
 	atLeast("cycles, 128 callers, embedded: of raw Puts", ratio(cycles(nameEmbedded), cycles(namePut), rate), 0.75, "")
 	atLeast("cycles, 128 callers, etcd apart: of raw Puts", ratio(cycles(nameSeparate), cycles(namePut), rate), 0.6, "")
