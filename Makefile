@@ -23,9 +23,11 @@ BENCH       ?=
 BENCH_FLAGS ?=
 # Where the results of the comparison go.
 BENCH_OUT   ?= bench-results
-# The benchmarks of single paths to run, as a regular expression, and more flags: make microbench RUN=Cycle RUN_FLAGS='-benchtime=5s'.
+# The benchmarks of single paths to run, as a regular expression, and more flags, which for a profile
+# must be of one package: make microbench PACKAGES=./sessiond RUN=Cycle RUN_FLAGS='-benchtime=5s -cpuprofile=cpu.out'.
 RUN       ?= .
 RUN_FLAGS ?=
+PACKAGES  ?= ./...
 
 # The race detector needs cgo. Without a C compiler the tests still run, and say what they miss.
 RACE = $(shell [ "$$($(GO) env CGO_ENABLED)" = 1 ] && command -v "$$($(GO) env CC | cut -d' ' -f1)" >/dev/null && echo -race)
@@ -104,8 +106,8 @@ bench: $(BIN)/etcd $(BIN)/sessiond $(BIN)/bench redis ## Compare with what other
 redis:
 	@missing=; command -v redis-server >/dev/null || missing=redis-server; .ci/debian bench $$missing
 
-microbench: ## Run the benchmarks of single paths (RUN, RUN_FLAGS).
-	@$(GO) test -run '^$$' -bench '$(RUN)' -benchmem $(RUN_FLAGS) ./...
+microbench: ## Run the benchmarks of single paths (RUN, RUN_FLAGS, PACKAGES).
+	@$(GO) test -run '^$$' -bench '$(RUN)' -benchmem $(RUN_FLAGS) $(PACKAGES)
 
 fuzz: ## Fuzz the front-end's request path (FUZZTIME); what it finds goes to mcpserver/testdata, to be kept.
 	@$(GO) test -run '^$$' -fuzz FuzzRequest -fuzztime $(FUZZTIME) ./mcpserver
