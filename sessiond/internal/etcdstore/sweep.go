@@ -226,11 +226,13 @@ func (s *Store) sweepOnce(ctx context.Context) (again time.Duration, err error) 
 		return 0, err
 	}
 	var waiting, owned []queued
+	behind := map[string]queued{} // the first of the queue, by the key of one that waits
 	err = s.passes.run(ctx, s, func(queue []queued) {
 		first := slices.MinFunc(queue, func(a, b queued) int { return int(a.created - b.created) })
 		for _, e := range queue {
 			if e.created != first.created && !slices.Contains(before, e.Node) {
 				waiting = append(waiting, e)
+				behind[e.key] = first
 			}
 			if e.Attached {
 				owned = append(owned, e)
@@ -247,10 +249,16 @@ func (s *Store) sweepOnce(ctx context.Context) (again time.Duration, err error) 
 	var removals []removal
 	for _, e := range waiting {
 		if !slices.Contains(after, e.Node) {
-			// Not even if it has become the first by now: a node without its key grants nothing.
-			removals = append(removals, removal{e.key, []clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(e.key), "=", e.modified)}})
+			// Not if the one before all others has gone meanwhile: a node whose key went with its lease may live and know nothing of it,
+			// and have granted the next one.
+			first := behind[e.key]
+			removals = append(removals, removal{e.key, []clientv3.Cmp{
+				clientv3.Compare(clientv3.ModRevision(e.key), "=", e.modified),
+				clientv3.Compare(clientv3.CreateRevision(first.key), "=", first.created),
+			}})
 		}
 	}
+	abandoned := len(removals) > 0
 	gone, again, err := s.goneFrontEnds(ctx, owned)
 	if err != nil {
 		return 0, err
@@ -267,6 +275,9 @@ func (s *Store) sweepOnce(ctx context.Context) (again time.Duration, err error) 
 		s.logger.InfoContext(ctx, "removing what dead nodes and front-ends left in the queues", "entries", len(removals))
 	}
 	_, err = s.remove(ctx, nil, removals)
+	if abandoned {
+		again = max(again, sweepRetry) // for those that stayed
+	}
 	return again, err
 }
 
