@@ -24,7 +24,6 @@ func TestClusterWithoutLock(t *testing.T) {
 	t.Run("turns", func(t *testing.T) { testTurns(t, c) })
 	t.Run("answers", func(t *testing.T) { testAnswers(t, c) })
 	t.Run("delete while running", func(t *testing.T) { testDeleteWhileRunning(t, c) })
-	t.Run("rolling restart", func(t *testing.T) { testRollingRestart(t, c) })
 	testCasualties(t, c)
 	testOutages(t, c)
 }

@@ -31,7 +31,7 @@ import (
 // life works (F1, F8-F13, F19). What a client cannot do stands here as its exception, and the test fails once it can.
 func TestClients(t *testing.T) {
 	c := sessiondtest.StartCluster(t, sessiondtest.ClusterConfig{FrontEndArgs: []string{"--everything", "--history", "1m"}})
-	typeScript := []string{"basics", "counter", "ask", "sampling", "roots", "progress", "logging", "subscribe", "stream", "resume", "cancel", "delete"}
+	typeScript := []string{"basics", "ask", "sampling", "roots", "progress", "logging", "subscribe", "stream", "resume", "cancel", "delete"}
 
 	t.Run("typescript 1", func(t *testing.T) {
 		tap := startTap(t, c)

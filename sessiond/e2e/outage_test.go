@@ -60,8 +60,8 @@ func testHolderKilled(t *testing.T, c *sessiondtest.Cluster) {
 	}
 }
 
-// testRollingRestart stops and starts every process of a tier in turn while clients go on calling: no session and no answer
-// is lost (F20). A front-end that stops may refuse a request (503, and then it has not been run), and the connection that
+// testRollingRestart stops and starts every process of a tier in turn while clients go on calling, through a balancer that does
+// not ask /readyz, unlike that of TestRollingRestart: no session and no answer is lost (F20). A front-end that stops may refuse a request (503, and then it has not been run), and the connection that
 // a request came in on may have been closed just before (502 from the balancer); a sessiond that stops costs its clients
 // nothing, because the front-end has others.
 func testRollingRestart(t *testing.T, c *sessiondtest.Cluster) {
