@@ -24,6 +24,7 @@ const (
 	exitViolated = 1
 	exitUsage    = 2
 	exitFailed   = 3
+	exitTooFew   = 4
 )
 
 func main() {
@@ -33,8 +34,8 @@ func main() {
 	os.Exit(run(ctx, os.Args[1:], os.Stdout, os.Stderr))
 }
 
-// run is the program: 0 if all is well, 1 if a promise was broken or the run does not count, 2 if the command line is wrong, 3 if
-// the run itself failed.
+// run is the program: 0 if all is well, 1 if a promise was broken, 2 if the command line is wrong, 3 if the run itself
+// failed, 4 if no promise was broken but too few operations were answered for the run to count.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	cfg := chaos.Config{Out: stdout}
 	var faults, history string
@@ -84,9 +85,13 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		}
 		return exitFailed
 	}
-	if len(report.Violations) > 0 || !report.Valid() {
+	switch {
+	case len(report.Violations) > 0:
 		fmt.Fprintf(stdout, "histories and logs are in %s; repeat with --seed %d\n", cfg.Dir, cfg.Seed)
 		return exitViolated
+	case !report.Valid():
+		fmt.Fprintf(stdout, "logs are in %s; repeat with --seed %d\n", cfg.Dir, cfg.Seed)
+		return exitTooFew
 	}
 	if !kept {
 		if err := os.RemoveAll(cfg.Dir); err != nil {
