@@ -388,7 +388,51 @@ func TestGroupPatient(t *testing.T) {
 	}
 }
 
-// The holder's step goes before the acquires of its session, each of which takes a transaction of its own.
+// What must not share a transaction does not wait for one another's.
+func TestGroupSendsTheRestToo(t *testing.T) {
+	g, etcds, first := gated(t)
+	a, b := putStep("a"), putStep("b")
+	again := &step{about: a.about, then: []clientv3.Op{clientv3.OpPut(a.about, "again")}}
+	outcomes := enqueue(t, t.Context(), g, a, again, b)
+	first.pass <- nil
+	x, y := <-etcds.arrived, <-etcds.arrived
+	if x.size()+y.size() != 3 {
+		t.Errorf("%d and %d steps", x.size(), y.size())
+	}
+	x.pass <- nil
+	y.pass <- nil
+	for _, done := range outcomes {
+		if o := <-done; o.err != nil {
+			t.Error(o.err)
+		}
+	}
+}
+
+// What somebody waits for is not held up by a transaction that is under way, and takes along what waits.
+func TestGroupUrgent(t *testing.T) {
+	g, etcds, _ := gated(t)
+	waits := enqueue(t, t.Context(), g, putStep("waits"))[0]
+	urgent := putStep("urgent")
+	urgent.urgent = true
+	done := make(chan error, 1)
+	go func() {
+		_, err := g.txn(t.Context(), urgent)
+		done <- err
+	}()
+	x := <-etcds.arrived
+	if x.size() != 2 {
+		t.Errorf("%d steps", x.size())
+	}
+	x.pass <- nil
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	if o := <-waits; o.err != nil {
+		t.Error(o.err)
+	}
+}
+
+// The holder's step goes before the acquires of its session that wait to be sent.
 func TestGroupHolderFirst(t *testing.T) {
 	g := newGroup(nil)
 	for _, s := range []*step{

@@ -126,7 +126,7 @@ func (s *Store) Release(ctx context.Context, sessionID, request string, token ui
 	defer next.settle()
 	resp, err := s.group.txn(octx, &step{
 		about: s.keys.session(sessionID),
-		role:  releases, entry: key, holds: true,
+		role:  releases, entry: key, holds: true, urgent: next != nil,
 		cmps: s.holds(sessionID, request, token),
 		then: append([]clientv3.Op{clientv3.OpDelete(key)}, next.reads()...),
 	})

@@ -188,7 +188,7 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 			holds: save.Token != 0,
 		}
 		if save.Release {
-			p.role, p.entry = releases, entry
+			p.role, p.entry, p.urgent = releases, entry, next != nil
 			p.then = append(append(p.then, clientv3.OpDelete(entry)), next.reads()...)
 		}
 		return s.group.txn(octx, p)
