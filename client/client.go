@@ -49,6 +49,9 @@ const DefaultCallTimeout = 4 * time.Second
 // readyTimeout bounds a health check: probes that ask for one give up about then.
 const readyTimeout = time.Second
 
+// How much may be on the way to the client that it has not read, of one call and of all.
+const streamWindow, connWindow = 1 << 20, 4 << 20
+
 // maxMessageBytes is what one answer may hold: a message of 4 MiB and what surrounds it.
 const maxMessageBytes = 8 << 20
 
@@ -116,6 +119,8 @@ func New(addresses []string, opts Options) (*Client, error) {
 		}),
 		// A node that is cut off without a FIN is noticed by this ping alone.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 2 * time.Second, PermitWithoutStream: true}),
+		// Fixed windows spare the pings by which gRPC would find out.
+		grpc.WithStaticStreamWindowSize(streamWindow), grpc.WithStaticConnWindowSize(connWindow),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes), grpc.MaxCallSendMsgSize(maxMessageBytes)),
 		grpc.WithChainUnaryInterceptor(retry.UnaryClientInterceptor(
 			retry.WithMax(0),

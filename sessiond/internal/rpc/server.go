@@ -39,6 +39,8 @@ const (
 	// down into etcd: a fifth of a call's processor time. What comes while all are taken, by calls that wait for a lock say,
 	// gets a goroutine of its own.
 	streamWorkers = 256
+	// How much may be on the way to a node that it has not read. Fixed ones spare the pings by which gRPC would find out.
+	streamWindow, connWindow = 1 << 20, 4 << 20
 )
 
 // Options is what a Server serves.
@@ -80,6 +82,8 @@ func NewServer(o Options) *Server {
 		Server: grpc.NewServer(
 			grpc.MaxRecvMsgSize(maxRequestBytes),
 			grpc.NumStreamWorkers(streamWorkers),
+			grpc.StaticStreamWindowSize(streamWindow),
+			grpc.StaticConnWindowSize(connWindow),
 			grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: minPing, PermitWithoutStream: true}),
 			grpc.KeepaliveParams(keepalive.ServerParameters{Time: pingAfter, Timeout: pingTimeout}),
 			grpc.ChainUnaryInterceptor(
