@@ -14,13 +14,16 @@ import (
 )
 
 const (
-	// As many callers as this may come and go without a lease being granted or left to end.
-	maxIdleLeases  = 1024
-	poolTick       = 250 * time.Millisecond
-	forgetIdle     = time.Minute
-	minLockSlack   = 2 * time.Second
-	revokeAtMost   = time.Second
-	leaseCallLimit = opTimeout
+	// How many leases of one TTL may lie idle: as many callers may come and go without one being granted or left to end. Those
+	// of short TTLs are refreshed often, so they are fewer, down to the least, if it would take more calls a second.
+	maxIdleLeases   = 1024
+	minIdleLeases   = 64
+	refreshesSecond = 75
+	poolTick        = 250 * time.Millisecond
+	forgetIdle      = time.Minute
+	minLockSlack    = 2 * time.Second
+	revokeAtMost    = time.Second
+	leaseCallLimit  = opTimeout
 )
 
 // pool has the leases of lock entries, one each. To grant or revoke a lease costs a commit, to refresh one costs none:
@@ -55,6 +58,14 @@ func newPool(lease clientv3.Lease, grants *atomic.Int64) *pool {
 // lockLeaseTTL is the TTL of the leases that serve a lock's TTL.
 func lockLeaseTTL(ttl time.Duration) time.Duration {
 	return (ttl + max(minLockSlack, ttl/10)).Truncate(time.Second)
+}
+
+// refreshAfter is how old an idle lease may be until it is refreshed.
+func refreshAfter(leaseTTL time.Duration) time.Duration { return max(leaseTTL/24, time.Second/2) }
+
+// maxIdle is how many leases of a TTL may lie idle.
+func maxIdle(leaseTTL time.Duration) int {
+	return min(max(int(refreshAfter(leaseTTL).Seconds()*refreshesSecond), minIdleLeases), maxIdleLeases)
 }
 
 // enough is what must be left of a lease that is handed out: the lock's TTL and the time that its transaction may take.
@@ -112,7 +123,7 @@ func (p *pool) put(l pooled) {
 }
 
 func (p *pool) putLocked(l pooled) {
-	if list := p.idle[l.leaseTTL]; len(list) < maxIdleLeases && time.Now().Before(l.until) {
+	if list := p.idle[l.leaseTTL]; len(list) < maxIdle(l.leaseTTL) && time.Now().Before(l.until) {
 		p.idle[l.leaseTTL] = append(list, l)
 	}
 }
@@ -202,7 +213,7 @@ func (p *pool) run(ctx context.Context) {
 			cancel()
 			if err == nil {
 				p.mu.Lock()
-				if list := p.idle[l.leaseTTL]; len(list) < maxIdleLeases { // others have come back meanwhile
+				if list := p.idle[l.leaseTTL]; len(list) < maxIdle(l.leaseTTL) { // others have come back meanwhile
 					p.idle[l.leaseTTL] = slices.Insert(list, 0, l)
 				}
 				p.mu.Unlock()
@@ -219,7 +230,7 @@ func (p *pool) due() []pooled {
 	var due []pooled
 	for leaseTTL, list := range p.idle {
 		// The slack is at least a twelfth of the lease's TTL and about 1 s; half of it is left after this.
-		keep := leaseTTL - max(leaseTTL/24, time.Second/2)
+		keep := leaseTTL - refreshAfter(leaseTTL)
 		var fresh []pooled
 		for _, l := range list {
 			if l.until.Sub(now) < keep {
