@@ -15,8 +15,8 @@ import (
 )
 
 const (
-	// How many transactions may be under way before what comes is gathered. With two, 128 callers took twice the commits and
-	// more processor time for no more cycles.
+	// How many transactions may be under way before what comes is gathered. With two, 128 callers took half
+	// as many commits again, for no more cycles.
 	maxUnderWay = 1
 	// After so long a transaction counts as under way no more, so that one that a member leaves unanswered holds up nobody
 	// for longer.
@@ -42,10 +42,10 @@ var errNotSent = errors.New("not sent")
 // touch the same keys are kept out of one transaction: two lock entries would get the same revision, and with it the same
 // fencing token; two messages the same position; a key written twice, or written and deleted, makes etcd refuse the whole.
 // All steps name the session that they are about, all their keys are that session's, and there is one step for a session in a
-// transaction, with one exception: a release, and after it another request's acquire. No compare of either speaks of what
-// the other changes, the operations are carried out in this order, so the acquire finds the queue without the entry that
-// went and the session as it was saved, and the token is greater than the one before it, which was given at an earlier
-// revision.
+// transaction, with one exception: a release, and after it another request's acquire. No compare of either would come out
+// otherwise after what the other changes; the operations are carried out in this order, so the acquire finds the queue without the
+// entry that went and the session as it was saved; and the token is greater than the one before it, which was given at an
+// earlier revision.
 //
 // An acquire of a session whose queue has a waiter on this node already is in no hurry. It waits a moment for company: the
 // answer to a release goes to the one caller and the grant to the next, so when callers come again and again the acquire
