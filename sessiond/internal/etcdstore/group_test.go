@@ -92,7 +92,7 @@ func gated(t *testing.T) (g *group, etcds *gate, first *gateTxn) {
 	blocked := make(chan struct{})
 	go func() {
 		defer close(blocked)
-		if _, err := g.txn(t.Context(), putStep("first")); err != nil {
+		if _, err := g.txn(context.WithoutCancel(t.Context()), putStep("first")); err != nil {
 			t.Errorf("first: %v", err)
 		}
 	}()
