@@ -130,7 +130,7 @@ type outcome struct {
 }
 
 // enqueue has steps wait in the queue, in this order.
-func enqueue(t *testing.T, ctx context.Context, g *group, steps ...*step) []chan outcome {
+func enqueue(ctx context.Context, t *testing.T, g *group, steps ...*step) []chan outcome {
 	t.Helper()
 	var outcomes []chan outcome
 	for _, s := range steps {
@@ -158,7 +158,7 @@ func TestGroupGathers(t *testing.T) {
 	steps := []*step{putStep("a"), putStep("b"), putStep("c")}
 	steps[1].cmps = []clientv3.Cmp{exists(steps[1].about)}
 	steps[1].els = []clientv3.Op{clientv3.OpGet(steps[0].about)}
-	outcomes := enqueue(t, t.Context(), g, steps...)
+	outcomes := enqueue(t.Context(), t, g, steps...)
 	first.pass <- nil
 	all := <-etcds.arrived
 	if all.size() != 3 {
@@ -297,8 +297,8 @@ func TestGroupCanceled(t *testing.T) {
 	g, etcds, first := gated(t)
 	ctx, cancel := context.WithCancel(t.Context())
 	gone, stays := putStep("gone"), putStep("stays")
-	goneDone := enqueue(t, ctx, g, gone)[0]
-	staysDone := enqueue(t, t.Context(), g, stays)[0]
+	goneDone := enqueue(ctx, t, g, gone)[0]
+	staysDone := enqueue(t.Context(), t, g, stays)[0]
 	cancel()
 	if o := <-goneDone; !errors.Is(o.err, errNotSent) || !errors.Is(o.err, context.Canceled) {
 		t.Fatalf("canceled in the queue: %v", o.err)
@@ -308,7 +308,7 @@ func TestGroupCanceled(t *testing.T) {
 	}
 	ctx, cancel = context.WithCancel(t.Context())
 	sent := putStep("sent")
-	sentDone := enqueue(t, ctx, g, sent)[0]
+	sentDone := enqueue(ctx, t, g, sent)[0]
 	first.pass <- nil
 	both := <-etcds.arrived
 	if both.size() != 2 {
@@ -393,7 +393,7 @@ func TestGroupSendsTheRestToo(t *testing.T) {
 	g, etcds, first := gated(t)
 	a, b := putStep("a"), putStep("b")
 	again := &step{about: a.about, then: []clientv3.Op{clientv3.OpPut(a.about, "again")}}
-	outcomes := enqueue(t, t.Context(), g, a, again, b)
+	outcomes := enqueue(t.Context(), t, g, a, again, b)
 	first.pass <- nil
 	x, y := <-etcds.arrived, <-etcds.arrived
 	if x.size()+y.size() != 3 {
@@ -411,7 +411,7 @@ func TestGroupSendsTheRestToo(t *testing.T) {
 // What somebody waits for is not held up by a transaction that is under way, and takes along what waits.
 func TestGroupUrgent(t *testing.T) {
 	g, etcds, _ := gated(t)
-	waits := enqueue(t, t.Context(), g, putStep("waits"))[0]
+	waits := enqueue(t.Context(), t, g, putStep("waits"))[0]
 	urgent := putStep("urgent")
 	urgent.urgent = true
 	done := make(chan error, 1)
@@ -456,7 +456,7 @@ func TestGroupHolderFirst(t *testing.T) {
 // A failing etcd is told to all; a transaction that is left unanswered holds up what comes after it for a moment only.
 func TestGroupFails(t *testing.T) {
 	g, etcds, first := gated(t)
-	outcomes := enqueue(t, t.Context(), g, putStep("a"), putStep("b"))
+	outcomes := enqueue(t.Context(), t, g, putStep("a"), putStep("b"))
 	first.pass <- nil
 	both := <-etcds.arrived
 	both.pass <- rpctypes.ErrNoLeader
@@ -476,7 +476,7 @@ func TestGroupFails(t *testing.T) {
 		silent <- err
 	}()
 	<-etcds.arrived
-	done := enqueue(t, t.Context(), g, putStep("next"))[0]
+	done := enqueue(t.Context(), t, g, putStep("next"))[0]
 	next := <-etcds.arrived
 	if waited := time.Since(began); waited < patience || waited > time.Second {
 		t.Errorf("the next one was sent after %v", waited)
@@ -502,7 +502,7 @@ func TestGroupDeadLease(t *testing.T) {
 	}
 	dead := putStep("dead")
 	dead.then = []clientv3.Op{clientv3.OpPut(dead.about, "", clientv3.WithLease(lease.ID))}
-	outcomes := enqueue(t, t.Context(), g, putStep("a"), dead, putStep("b"))
+	outcomes := enqueue(t.Context(), t, g, putStep("a"), dead, putStep("b"))
 	first.pass <- nil
 	for range 1 + 3 { // all together, then each alone
 		x := <-etcds.arrived
@@ -526,13 +526,13 @@ func TestGroupNoSpace(t *testing.T) {
 		key := "group-test/" + rand.Text()
 		return &step{about: key, then: []clientv3.Op{clientv3.OpDelete(key)}}
 	}
-	outcomes := enqueue(t, t.Context(), g, putStep("a"), removal())
+	outcomes := enqueue(t.Context(), t, g, putStep("a"), removal())
 	first.pass <- nil
 	both := <-etcds.arrived
 	if both.size() != 2 {
 		t.Fatalf("%d steps together, want 2", both.size())
 	}
-	outcomes = append(outcomes, enqueue(t, t.Context(), g, putStep("b"), removal(), removal())...)
+	outcomes = append(outcomes, enqueue(t.Context(), t, g, putStep("b"), removal(), removal())...)
 	both.pass <- rpctypes.ErrNoSpace
 	// What needs space and what does not are sent beside each other.
 	alone, removals := <-etcds.arrived, <-etcds.arrived
@@ -559,7 +559,7 @@ func TestGroupNoSpace(t *testing.T) {
 		again <- err
 	}()
 	x := <-etcds.arrived
-	outcomes = enqueue(t, t.Context(), g, putStep("d"), removal())
+	outcomes = enqueue(t.Context(), t, g, putStep("d"), removal())
 	x.pass <- nil
 	if err := <-again; err != nil {
 		t.Error(err)
@@ -783,7 +783,7 @@ func TestGroupCloses(t *testing.T) {
 		ended.Add(1)
 	}()
 	first := <-etcds.arrived
-	done := enqueue(t, t.Context(), g, putStep("a"), putStep("b"))
+	done := enqueue(t.Context(), t, g, putStep("a"), putStep("b"))
 	first.pass <- nil
 	<-etcds.arrived
 	g.close()
