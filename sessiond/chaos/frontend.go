@@ -27,6 +27,9 @@ import (
 // frontEnds is how many front-ends there are with the lock, and as many without.
 const frontEnds = 2
 
+// frontEndSession is the session through which front-ends tell each other of resources. It outlives them, and belongs to no client.
+const frontEndSession = "mcpserver.topic"
+
 // frontEndTier is front-ends that are set up alike, behind a balancer without affinity.
 type frontEndTier struct {
 	locked  bool

@@ -188,7 +188,13 @@ func Run(ctx context.Context, cfg Config) (_ *Report, err error) {
 	if faultErr != nil {
 		return report, faultErr
 	}
-	if err := errors.Join(closeClients(), closeTiers()); err != nil {
+	if err := closeTiers(); err != nil {
+		return report, err
+	}
+	if cfg.FrontEnds {
+		w.destroy(ctx, frontEndSession)
+	}
+	if err := closeClients(); err != nil {
 		return report, err
 	}
 	report.Violations = append(report.Violations, c.leftovers(ctx, before, logf)...)
