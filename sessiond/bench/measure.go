@@ -67,6 +67,8 @@ func (m meter) read(ctx context.Context) (usage, error) {
 		u.servers += t
 	}
 	if m.etcd != nil {
+		ctx, cancel := context.WithTimeout(ctx, patience)
+		defer cancel()
 		status, err := m.etcd.Status(ctx, m.etcd.Endpoints()[0])
 		if err != nil {
 			return u, err

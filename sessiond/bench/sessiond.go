@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"iter"
 	"path/filepath"
 	"strings"
@@ -35,6 +36,9 @@ func (b *bench) launchNode(ctx context.Context, name string, args ...string) (*s
 	return &sessiondtest.Server{Process: p, Addr: addrs[0]}, err
 }
 
+// maxSocketPath is the longest path at which a node has its etcd listen.
+const maxSocketPath = 100
+
 // An embedded is a sessiond with etcd inside, and a client of that etcd.
 type embedded struct {
 	*sessiondtest.Server
@@ -44,12 +48,16 @@ type embedded struct {
 
 func (b *bench) launchEmbedded(ctx context.Context, name string, args ...string) (*embedded, error) {
 	dir := filepath.Join(b.dir, name)
+	// The member listens there for clients of the same machine, unless that is too long for a socket's address.
+	socket := filepath.Join(dir, "etcd.sock")
+	if len(socket) > maxSocketPath {
+		return nil, fmt.Errorf("%s is too long for a socket: choose a shorter --dir", socket)
+	}
 	node, err := b.launchNode(ctx, name, append([]string{"--data-dir", dir}, args...)...)
 	if err != nil {
 		return nil, err
 	}
-	// The member listens there for clients of the same machine.
-	etcd, err := b.dialEtcd("unix://" + filepath.Join(dir, "etcd.sock"))
+	etcd, err := b.dialEtcd("unix://" + socket)
 	return &embedded{node, etcd, dir}, err
 }
 
