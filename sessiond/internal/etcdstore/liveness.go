@@ -168,16 +168,18 @@ func (s *Store) loadFrontEnds(ctx context.Context) error {
 
 // keepNode keeps the node's key alive until ctx ends, and makes it again when it has gone.
 func (s *Store) keepNode(ctx context.Context) {
-	for ctx.Err() == nil {
+	for said := false; ctx.Err() == nil; {
 		lease, ttl, err := s.register(ctx)
 		if err == nil {
+			said = false
 			s.live.set(lease)
 			err = s.keepLease(ctx, lease, ttl)
 		}
 		if ctx.Err() != nil {
 			return
 		}
-		if !s.isDown() {
+		if !said && !s.isDown() {
+			said = true
 			s.logger.WarnContext(ctx, "node is not known to the others, making it known again", "error", err)
 		}
 		s.live.lost()
