@@ -385,18 +385,22 @@ func (f *faulter) noSpace(r *rand.Rand) (string, action) {
 		if err != nil {
 			return err
 		}
-		if err := f.compactAll(ctx); err != nil {
-			return err
-		}
-		if err := f.defragment(ctx); err != nil {
-			return err
-		}
+		// A member that still counts what was there raises the alarm again when it is asked to write meanwhile.
 		return sessiondtest.Poll(ctx, func(ctx context.Context) error {
-			_, err := f.admin.AlarmDisarm(ctx, &clientv3.AlarmMember{})
-			if err == nil {
-				f.logf("no space for %.1f s", time.Since(full).Seconds())
+			if err := errors.Join(f.compactAll(ctx), f.defragment(ctx)); err != nil {
+				return err
 			}
-			return err
+			if _, err := f.admin.AlarmDisarm(ctx, &clientv3.AlarmMember{}); err != nil {
+				return err
+			}
+			pause(ctx, 500*time.Millisecond)
+			for _, m := range f.member {
+				if _, err := m.Put(ctx, prefix, "written again"); err != nil {
+					return err
+				}
+			}
+			f.logf("no space for %.1f s", time.Since(full).Seconds())
+			return nil
 		})
 	}
 }
