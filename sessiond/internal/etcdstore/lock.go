@@ -154,6 +154,8 @@ type place struct {
 	lease   clientv3.LeaseID
 	ttl     time.Duration // the lease's
 	until   time.Time
+	term    uint64 // in which the lease was renewed
+	seen    uint64 // in which the entry was last looked at
 }
 
 // Place implements lock.Store.
@@ -253,11 +255,11 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 		return v, false, err
 	}
 
-	p.created, p.lease, p.ttl, p.until = resp.Header.Revision, l.id, l.leaseTTL, l.until
+	p.created, p.lease, p.ttl, p.until, p.term = resp.Header.Revision, l.id, l.leaseTTL, l.until, l.term
 	s.pool.hold(p.key, p.created, l)
 	sess, queue := resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
-	if queue.Count > 1 {
-		v, err = p.look(ctx, true)
+	if known := resp.Header.RaftTerm <= p.term; queue.Count > 1 || !known {
+		v, err = p.confirm(ctx, true, !known)
 		return v, false, err
 	}
 	s.hub.set(p.waiter, p.standing("", resp.Header.Revision))
@@ -298,14 +300,16 @@ func (p *place) takeOver(ctx context.Context, kv *mvccpb.KeyValue) (v lock.View,
 		return v, true, nil
 	}
 	p.created, p.lease, p.ttl = kv.CreateRevision, clientv3.LeaseID(kv.Lease), lockLeaseTTL(r.TTL)
-	until, ok := s.pool.until(p.key, p.created)
-	if !ok {
+	until, ok := s.pool.until(p.key, p.created, resp.Header.RaftTerm)
+	p.term = resp.Header.RaftTerm
+	for !ok {
 		now := time.Now()
 		ttl, err := s.lease.TimeToLive(ctx, p.lease)
 		if err != nil {
 			return v, false, err
 		}
 		until = now.Add(time.Duration(max(ttl.TTL, 0)) * time.Second)
+		ok = ttl.GetRaftTerm() >= p.term // not the word of one that leads no more
 	}
 	p.until = until
 	before := ""
@@ -335,18 +339,32 @@ func (p *place) check(ctx context.Context) (lock.View, error) {
 		return p.first(v), err
 	}
 	s.hub.unset(p.waiter)
-	now := time.Now()
-	if p.until.Sub(now) < enough(p.r.TTL) {
-		alive, err := s.lease.KeepAliveOnce(ctx, p.lease)
-		switch {
-		case err == nil:
-			p.until = now.Add(time.Duration(alive.TTL) * time.Second)
-			s.pool.extend(p.key, p.created, p.until)
-		case !errors.Is(err, rpctypes.ErrLeaseNotFound):
-			return lock.View{}, err
+	return p.confirm(ctx, false, time.Until(p.until) < enough(p.r.TTL))
+}
+
+// confirm looks at the queue, after a renewal of the lease if that is due. It shows the lock held only if it is known, in the
+// term of the look, how long the lease lives. The hub must have been told to keep what goes meanwhile.
+func (p *place) confirm(ctx context.Context, whole, renew bool) (lock.View, error) {
+	s := p.s
+	for {
+		if renew {
+			now := time.Now()
+			alive, err := s.lease.KeepAliveOnce(ctx, p.lease)
+			switch {
+			case err == nil:
+				p.until, p.term = now.Add(time.Duration(alive.TTL)*time.Second), alive.GetRaftTerm()
+				s.pool.extend(p.key, p.created, p.until, p.term)
+			case !errors.Is(err, rpctypes.ErrLeaseNotFound):
+				return lock.View{}, err
+			}
 		}
+		v, err := p.look(ctx, whole)
+		if err != nil || !v.Held() || p.seen <= p.term {
+			return v, err
+		}
+		s.hub.unset(p.waiter)
+		renew = true
 	}
-	return p.look(ctx, false)
 }
 
 // first makes a view one of a queue whose first entry is the caller's.
@@ -361,7 +379,8 @@ func (p *place) first(v lock.View) lock.View {
 func (p *place) standing(before string, revision int64) standing {
 	return standing{
 		before: before, revision: revision,
-		created: p.created, ready: p.until.Add(-enough(p.r.TTL)), session: p.s.readSession(p.r.Session, p.r.Read),
+		created: p.created, ready: p.until.Add(-enough(p.r.TTL)), term: p.term,
+		session: p.s.readSession(p.r.Session, p.r.Read),
 	}
 }
 
@@ -389,6 +408,7 @@ func (p *place) look(ctx context.Context, whole bool) (lock.View, error) {
 	if len(before) > 0 {
 		at.before = string(before[0].Key)
 	}
+	p.seen = resp.Header.RaftTerm
 	s.hub.set(p.waiter, at)
 	var first []*mvccpb.KeyValue
 	queue := int64(0)

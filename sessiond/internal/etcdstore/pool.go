@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"maps"
+	"math"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -29,6 +30,11 @@ const (
 // pool has the leases of lock entries, one each. To grant or revoke a lease costs a commit, to refresh one costs none:
 // so those that are idle are kept alive, with some slack over the TTL, and those that come back after a release are used
 // again. A lease is never refreshed by the pool while an entry has it.
+//
+// A renewal is not a raft write: the leader answers it alone. One that was paused, or cut off, may do so when others have
+// long elected another, whose countdown it does not change. So how long a lease lives is known only while the term lasts in
+// which it was renewed; in a later one it has to be renewed again before a lock is granted on it. A lease that was never
+// renewed needs none of this: whoever leads later starts its countdown anew.
 type pool struct {
 	lease  clientv3.Lease
 	grants *atomic.Int64
@@ -41,9 +47,13 @@ type pool struct {
 type pooled struct {
 	id       clientv3.LeaseID
 	leaseTTL time.Duration
-	until    time.Time // lives until then, at least
+	until    time.Time // lives until then, at least, unless the term in which it was renewed is over
+	term     uint64    // that term; anyTerm: it was not renewed
 	used     time.Time
 }
+
+// anyTerm is later than all.
+const anyTerm = math.MaxUint64
 
 type heldLease struct {
 	pooled
@@ -95,7 +105,7 @@ func (p *pool) take(ctx context.Context, ttl time.Duration) (pooled, error) {
 		return pooled{}, err
 	}
 	p.grants.Add(1)
-	return pooled{id: resp.ID, leaseTTL: leaseTTL, until: now.Add(time.Duration(resp.TTL) * time.Second)}, nil
+	return pooled{id: resp.ID, leaseTTL: leaseTTL, until: now.Add(time.Duration(resp.TTL) * time.Second), term: anyTerm}, nil
 }
 
 func (p *pool) pop(leaseTTL time.Duration) (pooled, bool) {
@@ -136,11 +146,11 @@ func (p *pool) hold(key string, created int64, l pooled) {
 }
 
 // extend notes that the lease of a waiting entry was refreshed.
-func (p *pool) extend(key string, created int64, until time.Time) {
+func (p *pool) extend(key string, created int64, until time.Time, term uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if h, ok := p.held[key]; ok && h.created == created {
-		h.until = until
+		h.until, h.term = until, term
 		p.held[key] = h
 	}
 }
@@ -163,12 +173,12 @@ func (p *pool) isFirst(key string, created int64) bool {
 	return h.first && h.created == created
 }
 
-// until is when the lease of an entry ends, at the earliest, if it is one of this pool.
-func (p *pool) until(key string, created int64) (time.Time, bool) {
+// until is when the lease of an entry ends, at the earliest, if it is one of this pool and that is known in the term.
+func (p *pool) until(key string, created int64, term uint64) (time.Time, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	h, ok := p.held[key]
-	return h.until, ok && h.created == created
+	return h.until, ok && h.created == created && h.term >= term
 }
 
 // released notes that an entry was removed at a revision, and takes its lease back if it still lives.
@@ -190,7 +200,7 @@ func (p *pool) refresh(ctx context.Context, l pooled) (pooled, error) {
 	if err != nil {
 		return pooled{}, err
 	}
-	l.until = now.Add(time.Duration(resp.TTL) * time.Second)
+	l.until, l.term = now.Add(time.Duration(resp.TTL)*time.Second), resp.GetRaftTerm()
 	return l, nil
 }
 

@@ -62,8 +62,8 @@ func (n *successor) granted(resp *clientv3.TxnResponse, first int) {
 		return
 	}
 	own, sess := resp.Responses[first].GetResponseRange().Kvs, resp.Responses[first+1].GetResponseRange().Kvs
-	if len(own) == 0 || own[0].CreateRevision != n.at.created {
-		return // it has gone; the waiter finds out
+	if len(own) == 0 || own[0].CreateRevision != n.at.created || resp.Header.RaftTerm > n.at.term {
+		return // it has gone, or its lease has to be renewed first; the waiter finds out
 	}
 	n.hub.mu.Lock()
 	defer n.hub.mu.Unlock()
