@@ -75,7 +75,7 @@ proxies:
 conformance: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver ## Run the official MCP conformance suite (CONFORMANCE=quick, CONFORMANCE_FLAGS).
 	@E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(GO) run ./sessiond/e2e/conformance $(if $(filter quick,$(CONFORMANCE)),--quick) $(CONFORMANCE_FLAGS)
 
-# CHAOS=quick is what CI runs. Without a seed there is a new one each time, which is printed. On a machine that is too busy for
+# CHAOS=quick is a short run of a fixed seed. Without a seed there is a new one each time, which is printed. On a machine that is too busy for
 # enough operations to be answered (exit status 4) a run proves little, but nothing is wrong with the change that is tested.
 chaos: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver $(BIN)/chaos ## Break a cluster at random and judge what clients saw (SEED, DURATION, FAULTS, CHAOS=quick).
 	@status=0; E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(BIN)/chaos $(if $(filter quick,$(CHAOS)),--seed 20 --duration 110s) \

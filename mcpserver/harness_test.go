@@ -186,6 +186,16 @@ func testServer(heard *subscribers) *mcp.Server {
 		<-ctx.Done()
 		return nil, nil, kindOf(context.Cause(ctx))
 	})
+	mcp.AddTool(server, &mcp.Tool{Name: "take"}, func(ctx context.Context, _ *mcp.CallToolRequest, in numberInput) (*mcp.CallToolResult, any, error) {
+		done := time.NewTimer(time.Duration(in.By) * time.Second)
+		defer done.Stop()
+		select {
+		case <-done.C:
+			return answer("taken")
+		case <-ctx.Done():
+			return nil, nil, ctx.Err()
+		}
+	})
 	mcp.AddTool(server, &mcp.Tool{Name: "set_then_wait"}, func(ctx context.Context, req *mcp.CallToolRequest, _ struct{}) (*mcp.CallToolResult, any, error) {
 		if err := mcpserver.Set(ctx, "late", true); err != nil {
 			return nil, nil, err

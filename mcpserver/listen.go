@@ -50,6 +50,7 @@ func (h *Handler) serveListen(w http.ResponseWriter, r *http.Request, m *message
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
 	lw := &listenWriter{ResponseWriter: w, rc: http.NewResponseController(w), id: m.id, acknowledged: make(chan struct{})}
+	w.Header().Set("X-Accel-Buffering", "no")
 	heard := h.topic.now()
 	listener, leave := h.topic.listen()
 	defer leave()

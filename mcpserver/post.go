@@ -86,7 +86,7 @@ func (h *Handler) servePOST(w http.ResponseWriter, r *http.Request) {
 			h.serveListen(w, r, m)
 			return
 		}
-		h.modern.ServeHTTP(w, r)
+		h.serveModern(w, r, in.streamOK)
 		return
 	}
 	if err := h.serveHandshakeEra(w, r, in); err != nil {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net"
 	"net/http"
 	"strings"
@@ -277,4 +278,28 @@ func TestF11HistoryCountsFromTheFinalResponse(t *testing.T) {
 		}
 		b.stop()
 	})
+}
+
+// F19 (C72): a silent call of the modern era, too, is a stream with a comment every 12 s, also where JSON is preferred; a quick one
+// is answered as ever, and all streams tell nginx not to buffer them.
+func TestF19SilentModernCall(t *testing.T) {
+	for _, preferJSON := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			b := newBubble(t, func(o *mcpserver.Options) { o.JSON = preferJSON })
+			modern := []string{"Mcp-Protocol-Version", "2026-07-28", "Mcp-Method", "tools/call", "Mcp-Name", "take"}
+			for seconds, want := range map[int]int{0: 0, 40: 3} {
+				body := fmt.Sprintf(`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"take","arguments":{"by":%d},%s}}`, seconds, modernMeta)
+				resp := b.send(http.MethodPost, "", body, modern...)
+				stream := resp.Header.Get("Content-Type") == "text/event-stream"
+				if stream == (preferJSON && seconds == 0) || stream != (resp.Header.Get("X-Accel-Buffering") == "no") || resp.StatusCode != http.StatusOK {
+					t.Errorf("JSON preferred %t, %d s: %d %v", preferJSON, seconds, resp.StatusCode, resp.Header)
+				}
+				n, rest := comments(t, resp)
+				if n != want || strings.Count(rest, "taken") != 1 || stream != strings.Contains(rest, "data: {") {
+					t.Errorf("JSON preferred %t, %d s: %d comments, %s", preferJSON, seconds, n, rest)
+				}
+			}
+			b.stop()
+		})
+	}
 }
