@@ -1,6 +1,7 @@
 package mcpserver
 
 import (
+	"maps"
 	"net/http"
 	"sync"
 	"time"
@@ -80,9 +81,7 @@ func (mw *modernWriter) begin(status int) {
 	mw.began = true
 	mw.streaming = mw.header.Get("Content-Type") == "text/event-stream"
 	header := mw.w.Header()
-	for name, values := range mw.header {
-		header[name] = values
-	}
+	maps.Copy(header, mw.header)
 	if mw.streaming {
 		header.Set("X-Accel-Buffering", "no")
 	}
