@@ -122,13 +122,14 @@ func (a *attachment) setStanding(standing bool) {
 	a.standing = standing
 }
 
-// setSilent notes whether the nodes are silent.
+// setSilent notes whether the nodes are silent. One that the client has attached to meanwhile is not.
 func (a *attachment) setSilent(silent bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	switch {
-	case silent:
+	case silent && !a.standing:
 		a.unserved()
+	case silent:
 	case a.served.Err() != nil:
 		a.served, a.unserved = context.WithCancel(context.Background())
 	}
@@ -266,6 +267,9 @@ func (r lockRequest) proto() *sessiondv1.LockRequest {
 
 // run attaches again and again.
 func (a *attachment) run(ctx, leaving context.Context) {
+	var asking sync.WaitGroup
+	defer asking.Wait()
+	var asked atomic.Bool
 	delay := attachSoon
 	for number := uint64(1); leaving.Err() == nil; number++ {
 		stood, err := a.stand(ctx, leaving, number)
@@ -273,7 +277,15 @@ func (a *attachment) run(ctx, leaving context.Context) {
 		if stood {
 			delay = attachSoon
 		}
-		a.setSilent(errors.Is(err, errTimedOut) && a.allSilent(leaving))
+		if !errors.Is(err, errTimedOut) {
+			a.setSilent(false)
+		} else if asked.CompareAndSwap(false, true) {
+			// Not before the client attaches to another node: locks are released when it is late for that (L10).
+			asking.Go(func() {
+				defer asked.Store(false)
+				a.setSilent(a.allSilent(leaving))
+			})
+		}
 		wait := delay/2 + rand.N(delay)
 		switch {
 		case errors.Is(err, errLeft):
