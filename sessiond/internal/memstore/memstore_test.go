@@ -160,7 +160,7 @@ func destroyUnderWaiters(t *testing.T, sessions *session.Service, locks *lock.Se
 		}
 	})
 	<-listening
-	time.Sleep(time.Millisecond) // the waiter has taken its place
+	time.Sleep(time.Millisecond) // of virtual time: the waiter has taken its place
 	if ok, err := sessions.Destroy(t.Context(), id); err != nil || !ok {
 		t.Errorf("destroy: %v, %v", ok, err)
 	}

@@ -56,6 +56,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintf(stderr, "chaos: unexpected argument %q\n", flags.Arg(0))
 		return exitUsage
 	}
+	if cfg.Duration <= 0 {
+		fmt.Fprintf(stderr, "chaos: --duration is %v, want more than 0\n", cfg.Duration)
+		return exitUsage
+	}
 	if history != "" {
 		return explain(history, stdout, stderr)
 	}

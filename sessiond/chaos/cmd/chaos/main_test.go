@@ -26,6 +26,7 @@ func TestRun(t *testing.T) {
 	}{
 		"no such flag":           {[]string{"--none"}, exitUsage, "flag provided but not defined"},
 		"an argument":            {[]string{"more"}, exitUsage, `unexpected argument "more"`},
+		"no time":                {[]string{"--duration", "-1s"}, exitUsage, "want more than 0"},
 		"no such fault":          {[]string{"--faults", "kill-node,flood"}, exitFailed, `no fault "flood"`},
 		"a fault of front-ends":  {[]string{"--faults", "kill-front-end"}, exitFailed, `no fault "kill-front-end"`},
 		"a history":              {[]string{"--explain", saved}, 0, "Illegal"},
