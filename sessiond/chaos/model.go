@@ -122,6 +122,9 @@ func (s state) until(end int64) state {
 // written is the state after a write of the session.
 func (s state) written(o *input) state {
 	s.exists, s.value = true, o.Value
+	if o.Outcome == Unknown {
+		s.ends = 0 // carried out late, its TTL still counts from when it was asked for, whatever else was saved meanwhile
+	}
 	s.ends = max(s.ends, o.Call+o.TTL)
 	s.exact = o.Outcome == OK && o.Attempts <= 1 && o.TTL >= int64(shortTTL)
 	if s.exact || o.Outcome == OK && o.Attempts <= 1 {

@@ -78,13 +78,21 @@ func TestHistories(t *testing.T) {
 		"expired":                              {[]Op{op(0, 1, Create, OK, wrote("a", 10), brief), op(4, 5, Read, NotFound)}, nil},
 		"expired before its time":              {[]Op{op(0, 1, Create, OK, wrote("a", 10), brief), op(2, 2.5, Read, NotFound)}, []string{"order"}},
 		"a save starts the TTL anew":           {[]Op{op(0, 1, Create, OK, wrote("a", 10), brief), op(2, 2.5, Save, OK, wrote("b", 11), brief), op(4, 4.5, Read, NotFound)}, []string{"order"}},
-		"expired and back again":               {[]Op{op(0, 1, Create, OK, wrote("a", 10), brief), op(4, 5, Read, NotFound), op(6, 7, Read, OK, got("a", 10))}, []string{"order"}},
-		"destroyed":                            {[]Op{made, op(2, 3, Destroy, OK, existed), op(4, 5, Read, NotFound), op(6, 7, Create, OK, wrote("b", 12)), op(8, 9, Read, OK, got("b", 12))}, nil},
-		"a save that creates":                  {[]Op{made, op(2, 3, Destroy, OK, existed), op(4, 5, Save, OK, wrote("b", 12)), op(6, 7, Read, OK, got("b", 12))}, []string{"order"}},
-		"destroyed what was gone":              {[]Op{made, op(2, 3, Destroy, OK, existed), op(4, 5, Destroy, OK)}, nil},
-		"destroyed twice":                      {[]Op{made, op(2, 3, Destroy, OK, existed), op(4, 5, Destroy, OK, existed)}, []string{"order"}},
-		"destroyed by a first attempt":         {[]Op{made, op(2, 3, Destroy, OK, twice), op(4, 5, Read, NotFound)}, nil},
-		"a revision used again":                {[]Op{made, op(2, 3, Destroy, OK, existed), op(4, 5, Create, OK, wrote("b", 10))}, []string{"order"}},
+		"an unknown save, done late, has its TTL": {[]Op{
+			op(0, 1, Create, OK, wrote("a", 10), brief), op(1, 2, Save, Unknown, wrote("x", 0), brief),
+			op(3, 3.2, Save, OK, wrote("b", 11), brief), op(3.5, 4, Read, OK, got("x", 12)), op(4.2, 4.5, Read, NotFound),
+		}, nil},
+		"an unknown save has its TTL before it is done": {[]Op{
+			op(0, 1, Create, OK, wrote("a", 10), brief), op(1, 2, Save, Unknown, wrote("x", 0), brief),
+			op(3, 3.2, Save, OK, wrote("b", 11), brief), op(3.3, 3.5, Read, OK, got("b", 11)), op(3.5, 3.9, Read, NotFound),
+		}, []string{"order"}},
+		"expired and back again":       {[]Op{op(0, 1, Create, OK, wrote("a", 10), brief), op(4, 5, Read, NotFound), op(6, 7, Read, OK, got("a", 10))}, []string{"order"}},
+		"destroyed":                    {[]Op{made, op(2, 3, Destroy, OK, existed), op(4, 5, Read, NotFound), op(6, 7, Create, OK, wrote("b", 12)), op(8, 9, Read, OK, got("b", 12))}, nil},
+		"a save that creates":          {[]Op{made, op(2, 3, Destroy, OK, existed), op(4, 5, Save, OK, wrote("b", 12)), op(6, 7, Read, OK, got("b", 12))}, []string{"order"}},
+		"destroyed what was gone":      {[]Op{made, op(2, 3, Destroy, OK, existed), op(4, 5, Destroy, OK)}, nil},
+		"destroyed twice":              {[]Op{made, op(2, 3, Destroy, OK, existed), op(4, 5, Destroy, OK, existed)}, []string{"order"}},
+		"destroyed by a first attempt": {[]Op{made, op(2, 3, Destroy, OK, twice), op(4, 5, Read, NotFound)}, nil},
+		"a revision used again":        {[]Op{made, op(2, 3, Destroy, OK, existed), op(4, 5, Create, OK, wrote("b", 10))}, []string{"order"}},
 
 		// Compare-and-swap.
 		"swapped":                        {[]Op{made, op(2, 3, Save, OK, wrote("b", 11), expects(10), parent("a")), op(4, 5, Read, OK, got("b", 11))}, nil},

@@ -62,7 +62,7 @@ type standing struct {
 	revision int64       // as of which this is so
 	created  int64       // revision of its own entry
 	ready    time.Time   // until when its lease has enough left for a grant
-	term     uint64      // in which that is known
+	term     uint64      // up to which that is known
 	session  clientv3.Op // reads what the grant is to show of the session
 }
 

@@ -17,6 +17,8 @@ const (
 	// How many leases' ends and how many TTL classes are remembered.
 	maxKnownLeases = 1 << 16
 	maxClasses     = 1 << 10
+	// How much a new leader of etcd gives leases on top of their TTLs: its election timeout, which is a second by default.
+	maxExtension = 10 * time.Second
 )
 
 // leases hands out the shared leases of sessions and messages. Those of one TTL that are written within a window of
@@ -25,10 +27,16 @@ const (
 type leases struct {
 	lease  clientv3.Lease
 	grants *atomic.Int64
+	terms  *terms
 
 	mu      sync.Mutex
 	classes map[time.Duration]*leaseClass
-	known   map[clientv3.LeaseID]time.Time // until when a lease lives, at least
+	known   map[clientv3.LeaseID]sharedLease
+}
+
+type sharedLease struct {
+	until time.Time // lives until then
+	sure  bool      // at least
 }
 
 type leaseClass struct {
@@ -39,12 +47,13 @@ type leaseClass struct {
 	keys   int
 }
 
-func newLeases(lease clientv3.Lease, grants *atomic.Int64) *leases {
+func newLeases(lease clientv3.Lease, grants *atomic.Int64, terms *terms) *leases {
 	return &leases{
 		lease:   lease,
 		grants:  grants,
+		terms:   terms,
 		classes: map[time.Duration]*leaseClass{},
-		known:   map[clientv3.LeaseID]time.Time{},
+		known:   map[clientv3.LeaseID]sharedLease{},
 	}
 }
 
@@ -77,7 +86,7 @@ func (l *leases) take(ctx context.Context, ttl time.Duration) (clientv3.LeaseID,
 		l.grants.Add(1)
 		c.id, c.keys, c.usable = resp.ID, 0, now.Add(window(ttl))
 		c.until = now.Add(time.Duration(resp.TTL) * time.Second)
-		l.remember(resp.ID, c.until)
+		l.remember(resp.ID, sharedLease{c.until, true})
 	}
 	c.keys++
 	return c.id, c.until, nil
@@ -110,32 +119,37 @@ func (l *leases) class(ttl time.Duration) *leaseClass {
 	return c
 }
 
-// remaining is what is left of a lease, at least. It asks etcd about a lease of another node, once.
-func (l *leases) remaining(ctx context.Context, id clientv3.LeaseID) (time.Duration, error) {
+// remaining is what is left of a lease. It asks etcd about a lease of another node, once. A leader of etcd counts leases that
+// it found from its election on; one that led before it and was paused may still have the earlier countdown, and end a lease
+// by that. So what it says is sure only of leases that have been granted since.
+func (l *leases) remaining(ctx context.Context, id clientv3.LeaseID) (left time.Duration, sure bool, err error) {
 	l.mu.Lock()
-	until, ok := l.known[id]
+	known, ok := l.known[id]
 	l.mu.Unlock()
 	if !ok {
 		now := time.Now()
 		resp, err := l.lease.TimeToLive(ctx, id)
 		if err != nil {
-			return 0, err
+			return 0, false, err
 		}
-		until = now.Add(time.Duration(max(resp.TTL, 0)) * time.Second)
-		l.remember(id, until)
+		l.terms.see(resp.GetRaftTerm())
+		known.until = now.Add(time.Duration(max(resp.TTL, 0)) * time.Second)
+		began := known.until.Add(-time.Duration(resp.GrantedTTL) * time.Second)
+		known.sure = began.After(l.terms.since().Add(maxExtension))
+		l.remember(id, known)
 	}
-	return max(time.Until(until), 0), nil
+	return max(time.Until(known.until), 0), known.sure, nil
 }
 
-func (l *leases) remember(id clientv3.LeaseID, until time.Time) {
+func (l *leases) remember(id clientv3.LeaseID, known sharedLease) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if len(l.known) >= maxKnownLeases {
 		now := time.Now()
-		maps.DeleteFunc(l.known, func(_ clientv3.LeaseID, until time.Time) bool { return now.After(until) })
+		maps.DeleteFunc(l.known, func(_ clientv3.LeaseID, l sharedLease) bool { return now.After(l.until) })
 	}
 	if len(l.known) >= maxKnownLeases {
 		clear(l.known)
 	}
-	l.known[id] = until
+	l.known[id] = known
 }

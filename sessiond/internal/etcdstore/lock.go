@@ -15,7 +15,10 @@ import (
 
 const leftoversEvery = 500 * time.Millisecond
 
-var errUnsettled = errors.New("lock entry comes and goes")
+var (
+	errUnsettled = errors.New("lock entry comes and goes")
+	errTakenOver = errors.New("a retry of the same request has taken over")
+)
 
 // firstEntry reads the oldest entry of a queue; the answer's count is the length of the queue.
 func (s *Store) firstEntry(id string) clientv3.Op {
@@ -148,14 +151,12 @@ type place struct {
 	key    string
 	waiter *waiter
 
-	value   string // what this call wrote as the entry's value; empty: nothing yet
-	unsure  bool   // whether it wrote it
+	record  entryRecord // what this call wrote
+	value   string      // the same as the entry's value; empty: nothing yet
+	unsure  bool        // whether it wrote it
 	created int64
-	lease   clientv3.LeaseID
-	ttl     time.Duration // the lease's
-	until   time.Time
-	term    uint64 // in which the lease was renewed
-	seen    uint64 // in which the entry was last looked at
+	lease   pooled
+	seen    uint64 // the term in which the entry was last looked at
 }
 
 // Place implements lock.Store.
@@ -168,7 +169,7 @@ func (p *place) Close()                { p.s.hub.removeWaiter(p.waiter) }
 func (p *place) Wake() <-chan struct{} { return p.waiter.wake }
 
 func (p *place) CheckAfter() time.Duration {
-	return max(min(p.ttl/3, time.Until(p.until)/2), 50*time.Millisecond)
+	return max(min(p.lease.leaseTTL/3, time.Until(p.lease.until)/2), 50*time.Millisecond)
 }
 
 func (p *place) Join(ctx context.Context, ifFree bool) (lock.View, error) {
@@ -197,18 +198,18 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 	if err != nil {
 		return v, false, err
 	}
-	mine := entryRecord{
+	p.record = entryRecord{
 		Holder: r.Holder, Node: s.node, Mark: s.marks.Add(1),
-		FrontEnd: r.FrontEnd, Attached: r.FrontEnd != "" && s.live.attached(r.FrontEnd),
-	}.encode()
-	p.value = mine
+		FrontEnd: r.FrontEnd, Attached: r.FrontEnd != "" && s.live.attached(r.FrontEnd), Term: l.granted,
+	}
+	p.value = p.record.encode()
 	about := s.keys.session(r.Session)
 	entry := &step{
 		about: about,
 		role:  acquires, entry: p.key,
 		cmps: []clientv3.Cmp{exists(about), missing(p.key)},
 		then: []clientv3.Op{
-			clientv3.OpPut(p.key, mine, clientv3.WithLease(l.id)),
+			clientv3.OpPut(p.key, p.value, clientv3.WithLease(l.id)),
 			s.readSession(r.Session, r.Read),
 			// Who is before it in a queue is read afterwards: etcd sorts a queue by reading the whole of it, and within a
 			// write that would hold up everybody else's.
@@ -255,10 +256,11 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 		return v, false, err
 	}
 
-	p.created, p.lease, p.ttl, p.until, p.term = resp.Header.Revision, l.id, l.leaseTTL, l.until, l.term
+	p.created, p.lease = resp.Header.Revision, l
 	s.pool.hold(p.key, p.created, l)
+	s.terms.see(resp.Header.RaftTerm)
 	sess, queue := resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
-	if known := resp.Header.RaftTerm <= p.term; queue.Count > 1 || !known {
+	if known := resp.Header.RaftTerm <= p.lease.term; queue.Count > 1 || !known {
 		v, err = p.confirm(ctx, true, !known)
 		return v, false, err
 	}
@@ -268,7 +270,8 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 }
 
 // takeOver makes the entry that an earlier call of the same request made this call's own, in its place and with its
-// lease, which is not refreshed: it may be held.
+// lease, which is not refreshed: it may be held. Only if it is not known any more how long that lives, since etcd's leader has
+// changed, the entry gets another.
 func (p *place) takeOver(ctx context.Context, kv *mvccpb.KeyValue) (v lock.View, again bool, err error) {
 	s, r := p.s, p.r
 	rec, err := decodeEntry(kv.Value)
@@ -276,8 +279,16 @@ func (p *place) takeOver(ctx context.Context, kv *mvccpb.KeyValue) (v lock.View,
 		return v, false, err
 	}
 	rec.Node, rec.Mark = s.node, s.marks.Add(1)
-	mine := rec.encode()
-	p.value = mine
+	p.record, p.value = rec, rec.encode()
+	l, ok := s.pool.of(p.key, kv.CreateRevision)
+	if !ok {
+		l = pooled{id: clientv3.LeaseID(kv.Lease), leaseTTL: lockLeaseTTL(r.TTL), granted: rec.Term, until: time.Now(), term: rec.Term}
+		left, err := s.lease.TimeToLive(ctx, l.id)
+		if err != nil {
+			return v, false, err
+		}
+		l.until = l.until.Add(time.Duration(max(left.TTL, 0)) * time.Second)
+	}
 	resp, err := s.group.txn(ctx, &step{
 		about: s.keys.session(r.Session),
 		cmps: []clientv3.Cmp{
@@ -286,7 +297,7 @@ func (p *place) takeOver(ctx context.Context, kv *mvccpb.KeyValue) (v lock.View,
 			clientv3.Compare(clientv3.ModRevision(p.key), "=", kv.ModRevision),
 		},
 		then: []clientv3.Op{
-			clientv3.OpPut(p.key, mine, clientv3.WithIgnoreLease()),
+			clientv3.OpPut(p.key, p.value, clientv3.WithIgnoreLease()),
 			s.readSession(r.Session, r.Read),
 			clientv3.OpGet(p.key),
 			s.firstEntry(r.Session),
@@ -299,19 +310,12 @@ func (p *place) takeOver(ctx context.Context, kv *mvccpb.KeyValue) (v lock.View,
 	if !resp.Succeeded {
 		return v, true, nil
 	}
-	p.created, p.lease, p.ttl = kv.CreateRevision, clientv3.LeaseID(kv.Lease), lockLeaseTTL(r.TTL)
-	until, ok := s.pool.until(p.key, p.created, resp.Header.RaftTerm)
-	p.term = resp.Header.RaftTerm
-	for !ok {
-		now := time.Now()
-		ttl, err := s.lease.TimeToLive(ctx, p.lease)
-		if err != nil {
-			return v, false, err
-		}
-		until = now.Add(time.Duration(max(ttl.TTL, 0)) * time.Second)
-		ok = ttl.GetRaftTerm() >= p.term // not the word of one that leads no more
+	p.created, p.lease = kv.CreateRevision, l
+	s.terms.see(resp.Header.RaftTerm)
+	if resp.Header.RaftTerm > l.term {
+		v, err = p.confirm(ctx, true, true)
+		return v, false, err
 	}
-	p.until = until
 	before := ""
 	if kvs := resp.Responses[4].GetResponseRange().Kvs; len(kvs) > 0 {
 		before = string(kvs[0].Key)
@@ -320,7 +324,7 @@ func (p *place) takeOver(ctx context.Context, kv *mvccpb.KeyValue) (v lock.View,
 	first := resp.Responses[3].GetResponseRange()
 	v, err = s.view(ctx, r, resp.Header.Revision, resp.Responses[1].GetResponseRange().Kvs,
 		resp.Responses[2].GetResponseRange().Kvs, first.Kvs, first.Count)
-	v.Until = p.until
+	v.Until = p.lease.until
 	return v, false, err
 }
 
@@ -339,27 +343,22 @@ func (p *place) check(ctx context.Context) (lock.View, error) {
 		return p.first(v), err
 	}
 	s.hub.unset(p.waiter)
-	return p.confirm(ctx, false, time.Until(p.until) < enough(p.r.TTL))
+	return p.confirm(ctx, false, time.Until(p.lease.until) < enough(p.r.TTL))
 }
 
 // confirm looks at the queue, after a renewal of the lease if that is due. It shows the lock held only if it is known, in the
-// term of the look, how long the lease lives. The hub must have been told to keep what goes meanwhile.
+// term of the look, how long the lease lives: no leader of that or an earlier term can have it end sooner. The hub must have
+// been told to keep what goes meanwhile.
 func (p *place) confirm(ctx context.Context, whole, renew bool) (lock.View, error) {
 	s := p.s
 	for {
 		if renew {
-			now := time.Now()
-			alive, err := s.lease.KeepAliveOnce(ctx, p.lease)
-			switch {
-			case err == nil:
-				p.until, p.term = now.Add(time.Duration(alive.TTL)*time.Second), alive.GetRaftTerm()
-				s.pool.extend(p.key, p.created, p.until, p.term)
-			case !errors.Is(err, rpctypes.ErrLeaseNotFound):
+			if err := p.renew(ctx); err != nil {
 				return lock.View{}, err
 			}
 		}
 		v, err := p.look(ctx, whole)
-		if err != nil || !v.Held() || p.seen <= p.term {
+		if err != nil || !v.Held() || p.seen <= p.lease.term {
 			return v, err
 		}
 		s.hub.unset(p.waiter)
@@ -367,10 +366,75 @@ func (p *place) confirm(ctx context.Context, whole, renew bool) (lock.View, erro
 	}
 }
 
+// renew starts the lease anew, or has the entry take another if that of its own is good no more.
+func (p *place) renew(ctx context.Context) error {
+	s := p.s
+	if p.lease.granted < s.terms.now() {
+		return p.move(ctx)
+	}
+	l, err := s.pool.refresh(ctx, p.lease)
+	switch {
+	case err == nil:
+		p.lease = l
+		s.pool.extend(p.key, p.created, l)
+	case !errors.Is(err, rpctypes.ErrLeaseNotFound):
+		return err
+	}
+	return nil
+}
+
+// move has the entry take another lease, in its place. It is not held, unless by a call whose answer was lost. If the entry is
+// gone nothing is done.
+func (p *place) move(ctx context.Context) error {
+	s := p.s
+	for range leaseTries {
+		l, err := s.pool.take(ctx, p.r.TTL)
+		if err != nil {
+			return err
+		}
+		was := p.value
+		p.record.Mark, p.record.Term = s.marks.Add(1), l.granted
+		p.value = p.record.encode()
+		resp, err := s.group.txn(ctx, &step{
+			about: s.keys.session(p.r.Session),
+			cmps: []clientv3.Cmp{
+				clientv3.Compare(clientv3.CreateRevision(p.key), "=", p.created),
+				clientv3.Compare(clientv3.Value(p.key), "=", was),
+			},
+			then: []clientv3.Op{clientv3.OpPut(p.key, p.value, clientv3.WithLease(l.id))},
+			els:  []clientv3.Op{clientv3.OpGet(p.key, clientv3.WithKeysOnly())},
+		})
+		switch {
+		case errors.Is(err, rpctypes.ErrLeaseNotFound):
+			p.value = was
+			continue
+		case errors.Is(err, errNotSent):
+			s.pool.put(l)
+			p.value = was
+			return err
+		case err != nil:
+			p.unsure = true
+			s.left.add(leftover{key: p.key, value: was, until: time.Now().Add(lockLeaseTTL(p.r.TTL))})
+			return err
+		case resp.Succeeded:
+			p.lease = l
+			s.pool.hold(p.key, p.created, l)
+			return nil
+		}
+		s.pool.put(l)
+		p.value = was
+		if kvs := resp.Responses[0].GetResponseRange().Kvs; len(kvs) > 0 && kvs[0].CreateRevision == p.created {
+			return errTakenOver
+		}
+		return nil
+	}
+	return errUnsettled
+}
+
 // first makes a view one of a queue whose first entry is the caller's.
 func (p *place) first(v lock.View) lock.View {
 	v.Own = &lock.Entry{Request: p.r.ID, Holder: p.r.Holder, Token: uint64(p.created)}
-	v.First, v.Until = v.Own, p.until
+	v.First, v.Until = v.Own, p.lease.until
 	p.s.pool.setFirst(p.key, p.created)
 	return v
 }
@@ -379,7 +443,7 @@ func (p *place) first(v lock.View) lock.View {
 func (p *place) standing(before string, revision int64) standing {
 	return standing{
 		before: before, revision: revision,
-		created: p.created, ready: p.until.Add(-enough(p.r.TTL)), term: p.term,
+		created: p.created, ready: p.lease.until.Add(-enough(p.r.TTL)), term: p.lease.term,
 		session: p.s.readSession(p.r.Session, p.r.Read),
 	}
 }
@@ -409,6 +473,7 @@ func (p *place) look(ctx context.Context, whole bool) (lock.View, error) {
 		at.before = string(before[0].Key)
 	}
 	p.seen = resp.Header.RaftTerm
+	s.terms.see(p.seen)
 	s.hub.set(p.waiter, at)
 	var first []*mvccpb.KeyValue
 	queue := int64(0)
@@ -420,7 +485,7 @@ func (p *place) look(ctx context.Context, whole bool) (lock.View, error) {
 		first = own
 	}
 	v, err := s.view(ctx, r, resp.Header.Revision, sess, own, first, queue)
-	v.Until = p.until
+	v.Until = p.lease.until
 	if v.Held() {
 		s.pool.setFirst(p.key, p.created)
 	}

@@ -31,13 +31,15 @@ const (
 // so those that are idle are kept alive, with some slack over the TTL, and those that come back after a release are used
 // again. A lease is never refreshed by the pool while an entry has it.
 //
-// A renewal is not a raft write: the leader answers it alone. One that was paused, or cut off, may do so when others have
-// long elected another, whose countdown it does not change. So how long a lease lives is known only while the term lasts in
-// which it was renewed; in a later one it has to be renewed again before a lock is granted on it. A lease that was never
-// renewed needs none of this: whoever leads later starts its countdown anew.
+// A lease that was renewed is good only for the term of raft in which it was granted. A renewal is no raft write: the leader
+// alone knows of it. One that is paused and goes on when another has been elected still has its own countdown. It answers
+// renewals, of which the new one knows nothing; and it has what had ended by its own countdown revoked, which etcd forwards to
+// the new one, whoever has renewed the lease there. Who never led while the lease existed has no countdown. And a lease
+// that was never renewed needs none of this: nobody's countdown of it is shorter than that from its grant.
 type pool struct {
 	lease  clientv3.Lease
 	grants *atomic.Int64
+	terms  *terms
 
 	mu   sync.Mutex
 	idle map[time.Duration][]pooled // by the lease's own TTL, the last used last
@@ -47,8 +49,9 @@ type pool struct {
 type pooled struct {
 	id       clientv3.LeaseID
 	leaseTTL time.Duration
-	until    time.Time // lives until then, at least, unless the term in which it was renewed is over
-	term     uint64    // that term; anyTerm: it was not renewed
+	granted  uint64    // it was granted in this term or a later one
+	until    time.Time // lives until then, at least, up to a term
+	term     uint64    // that term: granted, or anyTerm if it was not renewed
 	used     time.Time
 }
 
@@ -61,8 +64,8 @@ type heldLease struct {
 	first   bool  // it is the oldest of its queue
 }
 
-func newPool(lease clientv3.Lease, grants *atomic.Int64) *pool {
-	return &pool{lease: lease, grants: grants, idle: map[time.Duration][]pooled{}, held: map[string]heldLease{}}
+func newPool(lease clientv3.Lease, grants *atomic.Int64, terms *terms) *pool {
+	return &pool{lease: lease, grants: grants, terms: terms, idle: map[time.Duration][]pooled{}, held: map[string]heldLease{}}
 }
 
 // lockLeaseTTL is the TTL of the leases that serve a lock's TTL.
@@ -84,14 +87,20 @@ func enough(ttl time.Duration) time.Duration { return ttl + (lockLeaseTTL(ttl)-t
 // take returns a lease with enough left for a lock of the TTL.
 func (p *pool) take(ctx context.Context, ttl time.Duration) (pooled, error) {
 	leaseTTL := lockLeaseTTL(ttl)
-	now := time.Now()
+	now, term := time.Now(), p.terms.now()
 	for {
 		l, ok := p.pop(leaseTTL)
 		if !ok {
 			break
 		}
+		if l.term < term {
+			continue // it ends by itself
+		}
 		if l.until.Sub(now) >= enough(ttl) {
 			return l, nil
+		}
+		if l.granted < term {
+			continue
 		}
 		switch l, err := p.refresh(ctx, l); {
 		case err == nil:
@@ -105,7 +114,10 @@ func (p *pool) take(ctx context.Context, ttl time.Duration) (pooled, error) {
 		return pooled{}, err
 	}
 	p.grants.Add(1)
-	return pooled{id: resp.ID, leaseTTL: leaseTTL, until: now.Add(time.Duration(resp.TTL) * time.Second), term: anyTerm}, nil
+	return pooled{
+		id: resp.ID, leaseTTL: leaseTTL, granted: term,
+		until: now.Add(time.Duration(resp.TTL) * time.Second), term: anyTerm,
+	}, nil
 }
 
 func (p *pool) pop(leaseTTL time.Duration) (pooled, bool) {
@@ -146,11 +158,11 @@ func (p *pool) hold(key string, created int64, l pooled) {
 }
 
 // extend notes that the lease of a waiting entry was refreshed.
-func (p *pool) extend(key string, created int64, until time.Time, term uint64) {
+func (p *pool) extend(key string, created int64, l pooled) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if h, ok := p.held[key]; ok && h.created == created {
-		h.until, h.term = until, term
+		h.pooled = l
 		p.held[key] = h
 	}
 }
@@ -173,12 +185,12 @@ func (p *pool) isFirst(key string, created int64) bool {
 	return h.first && h.created == created
 }
 
-// until is when the lease of an entry ends, at the earliest, if it is one of this pool and that is known in the term.
-func (p *pool) until(key string, created int64, term uint64) (time.Time, bool) {
+// of returns the lease of an entry if it is one of this pool.
+func (p *pool) of(key string, created int64) (pooled, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	h, ok := p.held[key]
-	return h.until, ok && h.created == created && h.term >= term
+	return h.pooled, ok && h.created == created
 }
 
 // released notes that an entry was removed at a revision, and takes its lease back if it still lives.
@@ -200,7 +212,8 @@ func (p *pool) refresh(ctx context.Context, l pooled) (pooled, error) {
 	if err != nil {
 		return pooled{}, err
 	}
-	l.until, l.term = now.Add(time.Duration(resp.TTL)*time.Second), resp.GetRaftTerm()
+	p.terms.see(resp.GetRaftTerm())
+	l.until, l.term = now.Add(time.Duration(resp.TTL)*time.Second), l.granted
 	return l, nil
 }
 
@@ -215,7 +228,7 @@ func (p *pool) run(ctx context.Context) {
 			return
 		}
 		for _, l := range p.due() {
-			if time.Since(l.used) > forgetIdle {
+			if time.Since(l.used) > forgetIdle || l.granted < p.terms.now() {
 				continue // it ends by itself
 			}
 			rctx, cancel := context.WithTimeout(ctx, leaseCallLimit)

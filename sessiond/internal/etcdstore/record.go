@@ -65,6 +65,8 @@ type entryRecord struct {
 	// nowhere any more, the entry is nobody's. One that never attached is left to the TTL.
 	FrontEnd string `json:"fe,omitempty"`
 	Attached bool   `json:"att,omitempty"`
+	// Term is that of raft in which its lease was granted, or an earlier one.
+	Term uint64 `json:"term,omitempty"`
 }
 
 // frontEndRecord says where a front-end is attached.

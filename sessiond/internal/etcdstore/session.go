@@ -124,7 +124,7 @@ func (s *Store) decode(ctx context.Context, id string, kv *mvccpb.KeyValue) (ses
 	if err != nil {
 		return session.Session{}, err
 	}
-	remaining, err := s.leases.remaining(ctx, clientv3.LeaseID(kv.Lease))
+	remaining, _, err := s.leases.remaining(ctx, clientv3.LeaseID(kv.Lease))
 	if err != nil {
 		return session.Session{}, err
 	}
@@ -235,7 +235,11 @@ func (s *Store) TouchSession(ctx context.Context, id string) (time.Duration, err
 		if err != nil {
 			return 0, s.known(ctx, err)
 		}
-		if found.Remaining >= found.TTL-found.TTL/3 {
+		_, sure, err := s.leases.remaining(octx, clientv3.LeaseID(read.Kvs[0].Lease))
+		if err != nil {
+			return 0, s.fail(ctx, err)
+		}
+		if sure && found.Remaining >= found.TTL-found.TTL/3 {
 			return found.Remaining, nil
 		}
 		resp, until, err := s.withLease(octx, found.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {

@@ -82,6 +82,7 @@ type Store struct {
 	marks  atomic.Uint64
 	grants atomic.Int64
 	checks atomic.Int64
+	terms  terms
 
 	group   *group
 	leases  *leases
@@ -120,8 +121,8 @@ func Open(cfg Config) *Store {
 	if cfg.Metrics != nil {
 		cfg.Metrics.MustRegister(s.group.sizes)
 	}
-	s.leases = newLeases(s.lease, &s.grants)
-	s.pool = newPool(s.lease, &s.grants)
+	s.leases = newLeases(s.lease, &s.grants, &s.terms)
+	s.pool = newPool(s.lease, &s.grants, &s.terms)
 	s.left = newLeftovers()
 	s.health = newHealth()
 	s.live = newLiveness(s.keys)
@@ -280,6 +281,7 @@ func (s *Store) probe(ctx context.Context) {
 		resp, err := s.kv.Get(pctx, s.keys.allNodes(), clientv3.WithPrefix(), clientv3.WithKeysOnly())
 		cancel()
 		if err == nil {
+			s.terms.see(resp.Header.RaftTerm)
 			s.cleaner.setNodes(s.nodeIDs(resp))
 		}
 		switch {

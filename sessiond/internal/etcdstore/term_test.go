@@ -1,112 +1,291 @@
 package etcdstore
 
 import (
-	"context"
-	"log/slog"
-	"sync/atomic"
+	"errors"
 	"testing"
 	"time"
 
-	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/sessiond/sessiond/sessiond/internal/lock"
 	"github.com/sessiond/sessiond/sessiond/internal/session"
 )
 
-// deposed renews leases as a member does that goes on after a pause in which another has been elected: it says that it has, in
-// its old term, and the one that leads knows nothing of it.
-type deposed struct {
-	clientv3.Lease
+// In these tests a lease is made one of an earlier term of raft, in which another member led: that one may still have it
+// revoked, by a countdown of which nobody else knows, however often it is renewed now.
 
-	term  uint64
-	lies  atomic.Int64 // how many renewals are still to be answered so
-	truly atomic.Int64 // how many were made
+// earlier makes a lease one that was granted, and renewed, in an earlier term.
+func earlier(l pooled) pooled {
+	l.granted--
+	l.term = l.granted
+	return l
 }
 
-func (d *deposed) KeepAliveOnce(ctx context.Context, id clientv3.LeaseID) (*clientv3.LeaseKeepAliveResponse, error) {
-	if d.lies.Add(-1) >= 0 {
-		return &clientv3.LeaseKeepAliveResponse{ResponseHeader: &pb.ResponseHeader{RaftTerm: d.term}, ID: id, TTL: 7200}, nil
-	}
-	d.truly.Add(1)
-	return d.Lease.KeepAliveOnce(ctx, id)
-}
-
-// openDeposed opens a store whose renewals may be answered by who leads no more.
-func openDeposed(t *testing.T) (*services, *deposed) {
+// revoke is what the member does that led then.
+func revoke(t *testing.T, id clientv3.LeaseID) {
 	t.Helper()
-	resp, err := etcd.KV().Get(t.Context(), "none")
-	if err != nil {
+	if _, err := etcd.Client().Revoke(t.Context(), id); err != nil && !errors.Is(err, rpctypes.ErrLeaseNotFound) {
 		t.Fatal(err)
 	}
-	d := &deposed{Lease: etcd.Client(), term: resp.Header.RaftTerm - 1}
-	s := Open(Config{
-		KV: etcd.KV(), Lease: d, Watcher: etcd.Client(), Members: 1, Prefix: t.Name() + "/",
-		Logger: slog.New(slog.NewTextHandler(t.Output(), nil)),
-	})
-	t.Cleanup(func() { s.Close(context.WithoutCancel(t.Context())) })
-	waitFor(t, 10*time.Second, "it is up", func() bool { return s.hub.watching() && s.live.isKnown() })
-	return &services{store: s, sessions: session.NewService(s, session.DefaultMaxBytes), locks: lock.NewService(s, lock.DefaultMaxWaiters, nil)}, d
 }
 
-// L4: a lock is not granted on a lease whose renewal was answered by a leader of an earlier term: it is renewed again first.
-func TestRenewedByADeposedLeader(t *testing.T) {
-	s, d := openDeposed(t)
-	id := s.create(t)
-	// In its long TTL the pool renews nothing by itself meanwhile.
-	request := func(name string) lock.Request {
-		return lock.Request{Session: id, ID: name, Holder: name, TTL: time.Hour, Timeout: 10 * time.Second}
+func hourLong(id, name string) lock.Request {
+	// In its long TTL the pool renews nothing by itself.
+	return lock.Request{Session: id, ID: name, Holder: name, TTL: time.Hour, Timeout: 10 * time.Second}
+}
+
+// stillHeld checks that a grant's entry is there, and that the grant says how long its lease lives.
+func stillHeld(t *testing.T, s *services, g lock.Grant) {
+	t.Helper()
+	v, err := s.store.Look(t.Context(), lock.Request{Session: g.Session, ID: g.Request})
+	if err != nil || !v.Held() || v.Own.Token != g.Token {
+		t.Errorf("the lock is lost: %+v, %v", v, err)
 	}
-	first, err := s.locks.Acquire(t.Context(), request("first"))
-	if err != nil {
-		t.Fatal(err)
+	if left := time.Until(g.Until); left > lockLeaseTTL(time.Hour) || left < time.Hour {
+		t.Errorf("%v left of a lease of %v", left, lockLeaseTTL(time.Hour))
 	}
-	p, ok := s.store.Place(request("waiter")).(*place)
+}
+
+// join puts a request into a queue in which another one holds the lock.
+func join(t *testing.T, s *services, r lock.Request) *place {
+	t.Helper()
+	p, ok := s.store.Place(r).(*place)
 	if !ok {
 		t.Fatal("another kind of place")
 	}
-	defer p.Close()
+	t.Cleanup(p.Close)
 	if v, err := p.Join(t.Context(), false); err != nil || v.Held() {
 		t.Fatalf("%+v, %v", v, err)
 	}
-	defer p.Leave(t.Context())
-	before := d.truly.Load()
-	p.until = time.Now()
-	d.lies.Store(1)
-	if v, err := p.Check(t.Context()); err != nil || v.Held() || d.truly.Load() != before {
-		t.Fatalf("while another holds: %+v, %v", v, err)
+	return p
+}
+
+// L4, L6: a waiter whose lease is from an earlier term gets another one before it gets the lock, and keeps its place; also if
+// the release itself looks for the next one.
+func TestWaiterOfAnEarlierTerm(t *testing.T) {
+	for name, long := range map[string]bool{"which is due to be renewed": false, "which would last": true} {
+		t.Run(name, func(t *testing.T) {
+			s := newServices(t, t.Name()+"/")
+			id := s.create(t)
+			first, err := s.locks.Acquire(t.Context(), hourLong(id, "first"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			p := join(t, s, hourLong(id, "waiter"))
+			behind := join(t, s, hourLong(id, "behind"))
+			p.lease = earlier(p.lease)
+			if !long {
+				p.lease.until = time.Now()
+			}
+			s.store.hub.mu.Lock()
+			p.waiter.standing.term = p.lease.term
+			s.store.hub.mu.Unlock()
+			old := p.lease.id
+			if err := s.locks.Release(t.Context(), id, first.Request, first.Token); err != nil {
+				t.Fatal(err)
+			}
+			v, err := p.Check(t.Context())
+			if err != nil || !v.Held() || p.lease.id == old {
+				t.Fatalf("%+v, %v, lease %x", v, err, p.lease.id)
+			}
+			revoke(t, old)
+			stillHeld(t, s, lock.Grant{Session: id, Request: "waiter", Token: v.Own.Token, Until: v.Until})
+			if v, err := behind.Check(t.Context()); err != nil || v.Held() || v.Own == nil {
+				t.Errorf("behind it: %+v, %v", v, err)
+			}
+			behind.Leave(t.Context())
+			p.Leave(t.Context())
+			waitQueue(t, s.store, id, 0)
+		})
 	}
-	s.store.hub.mu.Lock()
-	p.waiter.standing.term = d.term
-	s.store.hub.mu.Unlock()
+}
+
+// L4: a waiter renews the lease that it has as long as the term lasts, which costs no commit.
+func TestWaiterOfThisTerm(t *testing.T) {
+	s := newServices(t, t.Name()+"/")
+	id := s.create(t)
+	first, err := s.locks.Acquire(t.Context(), hourLong(id, "first"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := join(t, s, hourLong(id, "waiter"))
+	was := p.lease.id
+	for range 3 {
+		p.lease.until = time.Now()
+		if v, err := p.Check(t.Context()); err != nil || v.Held() || p.lease.id != was || p.lease.term != p.lease.granted {
+			t.Fatalf("%+v, %v, lease %+v", v, err, p.lease)
+		}
+	}
 	if err := s.locks.Release(t.Context(), id, first.Request, first.Token); err != nil {
 		t.Fatal(err)
 	}
-	v, err := p.Check(t.Context())
-	if err != nil || !v.Held() || d.truly.Load() == before {
-		t.Fatalf("granted after %d renewals: %+v, %v", d.truly.Load()-before, v, err)
+	if v, err := p.Check(t.Context()); err != nil || !v.Held() || p.lease.id != was {
+		t.Fatalf("%+v, %v, lease %+v", v, err, p.lease)
 	}
-	if left := time.Until(v.Until); left > lockLeaseTTL(time.Hour) {
-		t.Errorf("%v left of a lease of %v", left, lockLeaseTTL(time.Hour))
-	}
+	p.Leave(t.Context())
+}
 
-	// The same for a lease out of the pool.
-	if err := s.locks.Release(t.Context(), id, "waiter", v.Own.Token); err != nil {
-		t.Fatal(err)
+// L4: a pool hands out no lease that was renewed in an earlier term, nor renews one.
+func TestPoolOfAnEarlierTerm(t *testing.T) {
+	for name, change := range map[string]func(pooled) pooled{
+		"renewed then": earlier,
+		"to be renewed": func(l pooled) pooled {
+			l.granted--
+			l.until = time.Now().Add(time.Hour)
+			return l
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newServices(t, t.Name()+"/")
+			id := s.create(t)
+			acquire := func() (lock.Grant, clientv3.LeaseID) {
+				g, err := s.locks.Acquire(t.Context(), hourLong(id, "caller"))
+				if err != nil {
+					t.Fatal(err)
+				}
+				l, ok := s.store.pool.of(s.store.keys.lock(id, "caller"), int64(g.Token))
+				if !ok {
+					t.Fatal("no lease")
+				}
+				return g, l.id
+			}
+			g, old := acquire()
+			if err := s.locks.Release(t.Context(), id, g.Request, g.Token); err != nil {
+				t.Fatal(err)
+			}
+			s.store.pool.mu.Lock()
+			for _, list := range s.store.pool.idle {
+				for i := range list {
+					list[i] = change(list[i])
+				}
+			}
+			s.store.pool.mu.Unlock()
+			taken, err := s.store.pool.take(t.Context(), time.Hour)
+			if err != nil || taken.id == old {
+				t.Errorf("the lease of an earlier term was handed out: %+v, %v", taken, err)
+			}
+			s.store.pool.put(taken)
+			g, _ = acquire()
+			revoke(t, old)
+			stillHeld(t, s, g)
+		})
 	}
-	s.store.pool.mu.Lock()
-	for _, list := range s.store.pool.idle {
-		for i := range list {
-			list[i].until, list[i].term = time.Now().Add(2*time.Hour), d.term
+}
+
+// L8, L4: a retry gets the grant of the first call with the same lease, unless how long that lives is known no more: then it gets
+// another, in the same place.
+func TestRetryInALaterTerm(t *testing.T) {
+	for name, later := range map[string]bool{"in the same term": false, "in a later term": true} {
+		for where, same := range map[string]bool{"on the same node": true, "on another node": false} {
+			t.Run(name+" "+where, func(t *testing.T) {
+				s := newServices(t, t.Name()+"/")
+				id := s.create(t)
+				key := s.store.keys.lock(id, "caller")
+				first, err := s.locks.Acquire(t.Context(), hourLong(id, "caller"))
+				if err != nil {
+					t.Fatal(err)
+				}
+				l, _ := s.store.pool.of(key, int64(first.Token))
+				if later {
+					s.makeEarlier(t, key, l.id)
+					s.store.pool.extend(key, int64(first.Token), earlier(l))
+				}
+				node := s
+				if !same {
+					node = newServices(t, t.Name()+"/")
+				}
+				again, err := node.locks.Acquire(t.Context(), hourLong(id, "caller"))
+				if err != nil || again.Token != first.Token {
+					t.Fatalf("%+v, %v", again, err)
+				}
+				if got := leaseOf(t, key); (got != l.id) != later {
+					t.Errorf("lease %x, was %x", got, l.id)
+				}
+				if later {
+					revoke(t, l.id)
+				}
+				stillHeld(t, node, again)
+			})
 		}
 	}
-	s.store.pool.mu.Unlock()
-	before = d.truly.Load()
-	g, err := s.locks.Acquire(t.Context(), request("pooled"))
-	if err != nil || d.truly.Load() == before {
-		t.Fatalf("granted after %d renewals: %+v, %v", d.truly.Load()-before, g, err)
+}
+
+// makeEarlier writes an entry as it would be had its lease been granted in an earlier term.
+func (s *services) makeEarlier(t *testing.T, key string, lease clientv3.LeaseID) {
+	t.Helper()
+	resp, err := etcd.KV().Get(t.Context(), key)
+	if err != nil || len(resp.Kvs) == 0 {
+		t.Fatal(resp, err)
 	}
-	if left := time.Until(g.Until); left > lockLeaseTTL(time.Hour) {
-		t.Errorf("%v left of a lease of %v", left, lockLeaseTTL(time.Hour))
+	rec, err := decodeEntry(resp.Kvs[0].Value)
+	if err != nil {
+		t.Fatal(err)
+	}
+	rec.Term--
+	if _, err := etcd.KV().Put(t.Context(), key, rec.encode(), clientv3.WithLease(lease)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func leaseOf(t *testing.T, key string) clientv3.LeaseID {
+	t.Helper()
+	resp, err := etcd.KV().Get(t.Context(), key)
+	if err != nil || len(resp.Kvs) == 0 {
+		t.Fatal(resp, err)
+	}
+	return clientv3.LeaseID(resp.Kvs[0].Lease)
+}
+
+// L8: if a retry has taken the entry over, the earlier call neither moves nor removes it.
+func TestMoveAfterARetry(t *testing.T) {
+	s := newServices(t, t.Name()+"/")
+	id := s.create(t)
+	if _, err := s.locks.Acquire(t.Context(), hourLong(id, "first")); err != nil {
+		t.Fatal(err)
+	}
+	p := join(t, s, hourLong(id, "waiter"))
+	retry := join(t, s, hourLong(id, "waiter"))
+	was := leaseOf(t, p.key)
+	p.lease = earlier(p.lease)
+	p.lease.until = time.Now()
+	if v, err := p.Check(t.Context()); !errors.Is(err, session.ErrUnavailable) {
+		t.Fatalf("%+v, %v", v, err)
+	}
+	p.Leave(t.Context())
+	if got := leaseOf(t, p.key); got != was {
+		t.Errorf("lease %x, was %x", got, was)
+	}
+	retry.Leave(t.Context())
+	waitQueue(t, s.store, id, 1)
+}
+
+// S1: what is left of a session whose lease another node took is believed only if the lease is from the time since etcd's
+// leader changed; a touch writes it anew otherwise.
+func TestTouchAfterAChangeOfLeader(t *testing.T) {
+	s, other := newServices(t, t.Name()+"/"), newServices(t, t.Name()+"/")
+	id := s.create(t)
+	lease := func() clientv3.LeaseID { return leaseOf(t, s.store.keys.session(id)) }
+	touch := func(n *services) {
+		t.Helper()
+		if left, err := n.sessions.Touch(t.Context(), id); err != nil || left < 50*time.Minute {
+			t.Fatal(left, err)
+		}
+	}
+	was := lease()
+	touch(other)
+	if lease() != was {
+		t.Fatal("a fresh session was written again")
+	}
+	third := newServices(t, t.Name()+"/")
+	third.store.terms.see(1 << 40)
+	touch(third)
+	if lease() == was {
+		t.Error("the session was left on a lease of an earlier term")
+	}
+	was = lease()
+	touch(third)
+	if lease() != was {
+		t.Error("a session on a lease of the node's own was written again")
 	}
 }

@@ -175,12 +175,12 @@ func TestCheckRefreshes(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer p.Leave(t.Context())
-	until := p.until
-	if _, err := p.Check(t.Context()); err != nil || p.until != until {
-		t.Errorf("lease with enough left: %v, until %v instead of %v", err, p.until, until)
+	until := p.lease.until
+	if _, err := p.Check(t.Context()); err != nil || p.lease.until != until {
+		t.Errorf("lease with enough left: %v, until %v instead of %v", err, p.lease.until, until)
 	}
-	p.until = time.Now().Add(lock.DefaultTTL)
-	if _, err := p.Check(t.Context()); err != nil || time.Until(p.until) < enough(lock.DefaultTTL) {
-		t.Errorf("lease with too little left: %v, %v left", err, time.Until(p.until))
+	p.lease.until = time.Now().Add(lock.DefaultTTL)
+	if _, err := p.Check(t.Context()); err != nil || time.Until(p.lease.until) < enough(lock.DefaultTTL) {
+		t.Errorf("lease with too little left: %v, %v left", err, time.Until(p.lease.until))
 	}
 }
