@@ -16,6 +16,8 @@ type state struct {
 	// revision is the session's if exact, else the least that it can be: a call that was sent twice may have written twice.
 	revision uint64
 	exact    bool
+	// touched says that it may be greater, because a touch may have written the session, until somebody sees it.
+	touched bool
 	// ends is when the session expires, at the earliest.
 	ends int64
 	// fence is the holder's, 0 if nobody holds; name is the holder's, and lockEnds when its lock expires, at the earliest.
@@ -40,7 +42,8 @@ type input struct {
 // never is the return of what may still happen.
 const never = math.MaxInt64
 
-// shortTTL divides sessions that a touch may write from those that are too young for it: their revision is known exactly.
+// shortTTL divides sessions that a touch may write at any time from those whose revision is known exactly as long as no touch may have
+// written them.
 const shortTTL = time.Minute
 
 // model is a session for porcupine.
@@ -82,8 +85,10 @@ func step(s state, o *input) (bool, state) {
 		return s.save(o)
 	case Touch:
 		if o.Outcome == OK {
+			s.touched = true
 			return s.exists, s.until(o.Call + o.Left)
 		}
+		s.touched = s.touched || s.exists
 		return true, s
 	case Destroy:
 		// A call that was sent twice may have found nothing the second time because of the first.
@@ -126,6 +131,7 @@ func (s state) written(o *input) state {
 		s.ends = 0 // carried out late, its TTL still counts from when it was asked for, whatever else was saved meanwhile
 	}
 	s.ends = max(s.ends, o.Call+o.TTL)
+	s.touched = false
 	s.exact = o.Outcome == OK && o.Attempts <= 1 && o.TTL >= int64(shortTTL)
 	if s.exact || o.Outcome == OK && o.Attempts <= 1 {
 		s.revision = o.Revision
@@ -137,20 +143,21 @@ func (s state) written(o *input) state {
 
 // saw says whether what the operation read is what there is.
 func (o *input) saw(s state) bool {
-	return o.Got == s.value && (o.Revision == s.revision || !s.exact && o.Revision > s.revision)
+	return o.Got == s.value && s.matches(o.Revision)
 }
 
 // seen is the state after somebody saw its revision.
 func (s state) seen(o *input) state {
-	s.revision = max(s.revision, o.Revision)
+	s.revision, s.touched = max(s.revision, o.Revision), false
 	return s
 }
 
 // matches says whether the session can have the revision, and differs whether it can have another.
 func (s state) matches(revision uint64) bool {
-	return revision == s.revision || !s.exact && revision > s.revision
+	return revision == s.revision || s.mayBeLater() && revision > s.revision
 }
-func (s state) differs(revision uint64) bool { return !s.exact || revision != s.revision }
+func (s state) differs(revision uint64) bool { return s.mayBeLater() || revision != s.revision }
+func (s state) mayBeLater() bool             { return !s.exact || s.touched }
 
 func (s state) create(o *input) (bool, state) {
 	switch o.Outcome {
@@ -272,7 +279,7 @@ func prepare(ops []Op, faults disturbances) []porcupine.Operation {
 		if o.Outcome == Refused || o.Outcome == TimedOut || o.Outcome == Unexpected {
 			continue
 		}
-		if o.Outcome == Unknown && (o.Kind == Read || o.Kind == Touch || o.Kind == Acquire || o.Kind == TryAcquire) {
+		if o.Outcome == Unknown && (o.Kind == Read || o.Kind == Acquire || o.Kind == TryAcquire) {
 			continue // it changes nothing, or is a ghost
 		}
 		in := &input{Op: o, ends: o.Return}
