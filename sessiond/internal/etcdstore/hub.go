@@ -37,6 +37,7 @@ type hub struct {
 	mu      sync.Mutex
 	waiters map[string]map[*waiter]struct{} // by escaped session id
 	feeds   map[string]map[*feed]struct{}
+	rooms   map[string]*room
 	open    int // watches
 }
 
@@ -71,6 +72,7 @@ func newHub(k keys) *hub {
 		keys:    k,
 		waiters: map[string]map[*waiter]struct{}{},
 		feeds:   map[string]map[*feed]struct{}{},
+		rooms:   map[string]*room{},
 	}
 }
 
@@ -171,6 +173,13 @@ func (h *hub) onDelete(ev *clientv3.Event) {
 	case 'n':
 		h.died()
 		return
+	case 'm':
+		if p, ok := h.keys.part(key); ok {
+			h.mu.Lock()
+			defer h.mu.Unlock()
+			h.changed(sessionID, key, p, -1, revision)
+		}
+		return
 	default:
 		return
 	}
@@ -184,6 +193,7 @@ func (h *hub) onDelete(ev *clientv3.Event) {
 		}
 	}
 	if kind == 's' {
+		delete(h.rooms, sessionID)
 		for f := range h.feeds[sessionID] {
 			f.gone = max(f.gone, revision)
 			f.signal()
@@ -196,11 +206,15 @@ func (h *hub) onMessage(ev *clientv3.Event) {
 	key := string(ev.Kv.Key)
 	_, sessionID, _ := h.keys.kind(key)
 	p, ok := h.keys.part(key)
-	if !ok || !p.last || !ev.IsCreate() { // others are moved to another lease
+	if !ok || !ev.IsCreate() { // others are moved to another lease
 		return
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	h.changed(sessionID, key, p, 1, ev.Kv.CreateRevision)
+	if !p.last {
+		return
+	}
 	for f := range h.feeds[sessionID] {
 		if slices.Contains(f.escaped, p.stream) {
 			f.push(pushed{key: key, part: p, value: ev.Kv.Value, revision: ev.Kv.CreateRevision})
@@ -235,6 +249,7 @@ func (h *hub) closed() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.open--
+	clear(h.rooms)
 }
 
 func (h *hub) watching() bool {

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.uber.org/goleak"
 
 	"github.com/sessiond/sessiond/sessiond/internal/etcdnode"
@@ -47,11 +48,16 @@ func run(m *testing.M) int {
 
 func open(t *testing.T, prefix string) *Store {
 	t.Helper()
+	return openOn(t, prefix, etcd.KV())
+}
+
+func openOn(t *testing.T, prefix string, kv clientv3.KV) *Store {
+	t.Helper()
 	if prefix == "" {
 		prefix = rand.Text() + "/"
 	}
 	s := Open(Config{
-		KV: etcd.KV(), Lease: etcd.Client(), Watcher: etcd.Client(), Members: 1, Prefix: prefix,
+		KV: kv, Lease: etcd.Client(), Watcher: etcd.Client(), Members: 1, Prefix: prefix,
 		Logger: slog.New(slog.NewTextHandler(t.Output(), nil)),
 	})
 	t.Cleanup(func() { s.Close(context.WithoutCancel(t.Context())) })

@@ -3,10 +3,10 @@ package etcdstore
 import (
 	"cmp"
 	"context"
-	"errors"
 	"slices"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -25,45 +25,29 @@ const (
 )
 
 // Publish implements message.Store. A message of several chunks becomes visible with its last one, and its position is
-// the revision of that. Chunks without a last one end with their leases.
+// the revision of that. Chunks without a last one end with their leases. Nothing is read first if this node knows that there is
+// room.
 func (s *Store) Publish(ctx context.Context, p message.Publish) (uint64, error) {
-	octx, cancel := s.op(ctx)
-	defer cancel()
-	about := s.keys.session(p.Session)
 	base := s.keys.message(p.Session, p.Stream, p.Request)
-	last := base + "e"
-
-	var born int64 // revision at which the session was made
-	for {
-		resp, err := s.kv.read(octx,
-			s.readSession(p.Session, false),
-			clientv3.OpGet(last, clientv3.WithPrefix(), clientv3.WithKeysOnly()),
-			clientv3.OpGet(s.keys.messages(p.Session), clientv3.WithPrefix(), clientv3.WithCountOnly()),
-		)
-		if err != nil {
-			return 0, s.fail(ctx, err)
-		}
-		sess, done, stored := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
-		if len(sess.Kvs) == 0 {
-			return 0, session.ErrNotFound
-		}
-		born = sess.Kvs[0].CreateRevision
-		if len(done.Kvs) > 0 && done.Kvs[0].CreateRevision > born {
-			return uint64(done.Kvs[0].CreateRevision), nil
-		}
-		if len(done.Kvs) > 0 {
-			// Of an earlier session of the same id, which expired before the message did.
-			if _, err := s.kv.Delete(octx, base, clientv3.WithPrefix()); err != nil {
-				return 0, s.fail(ctx, err)
+	most, mostBytes := p.Room()
+	if len(p.Payload) <= chunkBytes {
+		key := base + lastName(len(p.Payload), 0)
+		if r := s.hub.reserve(p.Session, key, most, mostBytes); r != nil {
+			position, stored, err := s.publishLast(ctx, p, key, p.Payload, r.born)
+			if !stored {
+				s.hub.forget(r)
 			}
-			continue
+			if err != nil || position != 0 {
+				return position, err
+			}
 		}
-		if err := s.checkRoom(octx, p, born, int(stored.Count)); err != nil {
-			return 0, s.room(ctx, err)
-		}
-		break
 	}
 
+	born, position, err := s.readRoom(ctx, p)
+	if err != nil || position != 0 {
+		return position, err
+	}
+	about := s.keys.session(p.Session)
 	chunks := 0
 	payload := p.Payload
 	for ; len(payload) > chunkBytes; chunks++ {
@@ -83,63 +67,108 @@ func (s *Store) Publish(ctx context.Context, p message.Publish) (uint64, error) 
 		}
 	}
 
-	octx, cancel = s.op(ctx)
+	position, _, err = s.publishLast(ctx, p, base+lastName(len(payload), chunks), payload, born)
+	if err == nil && position == 0 {
+		return 0, session.ErrNotFound
+	}
+	return position, err
+}
+
+// publishLast stores a message's last chunk, unless the request has published already, and returns its position. 0: the session
+// that was made at the revision has gone.
+func (s *Store) publishLast(
+	ctx context.Context, p message.Publish, key string, payload []byte, born int64,
+) (position uint64, stored bool, err error) {
+	octx, cancel := s.op(ctx)
 	defer cancel()
-	key, value := base+lastName(len(payload), chunks), encodeLast(payload)
+	about, last := s.keys.session(p.Session), s.keys.message(p.Session, p.Stream, p.Request)+"e"
+	value := encodeLast(payload)
 	resp, _, err := s.withLease(octx, p.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
 		return s.group.txn(octx, &step{
 			about: about,
-			cmps:  []clientv3.Cmp{clientv3.Compare(clientv3.CreateRevision(about), "=", born), empty(last)},
+			cmps:  []clientv3.Cmp{created(about, etcdserverpb.Compare_EQUAL, born), empty(last)},
 			then:  []clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},
 			els:   []clientv3.Op{s.readSession(p.Session, false), clientv3.OpGet(last, clientv3.WithPrefix(), clientv3.WithKeysOnly())},
 		})
 	})
 	if err != nil {
-		return 0, s.fail(ctx, err)
+		return 0, false, s.fail(ctx, err)
 	}
 	if resp.Succeeded {
-		return uint64(resp.Header.Revision), nil
+		return uint64(resp.Header.Revision), true, nil
 	}
 	sess, done := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange()
-	if len(sess.Kvs) == 0 || sess.Kvs[0].CreateRevision != born || len(done.Kvs) == 0 {
-		return 0, session.ErrNotFound
+	if len(sess.Kvs) == 0 || sess.Kvs[0].CreateRevision != born || len(done.Kvs) == 0 || done.Kvs[0].CreateRevision < born {
+		return 0, false, nil
 	}
-	return uint64(done.Kvs[0].CreateRevision), nil
+	return uint64(done.Kvs[0].CreateRevision), false, nil
 }
 
-// checkRoom checks the limits of what a session stores, given the number of its message keys.
-func (s *Store) checkRoom(ctx context.Context, p message.Publish, born int64, stored int) error {
-	most, mostBytes := p.Room()
-	if stored < most && stored*chunkBytes+len(p.Payload) <= mostBytes {
-		return nil
+// readRoom checks that there is room for a message, and returns the revision at which the session was made, or the position of
+// the message if the request has published it already.
+func (s *Store) readRoom(ctx context.Context, p message.Publish) (born int64, position uint64, err error) {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	base := s.keys.message(p.Session, p.Stream, p.Request)
+	known := s.hub.learn(p.Session)
+	defer s.hub.abandon(known)
+	var stored *etcdserverpb.RangeResponse
+	for {
+		resp, err := s.kv.read(octx,
+			s.readSession(p.Session, false),
+			clientv3.OpGet(base+"e", clientv3.WithPrefix(), clientv3.WithKeysOnly()),
+			clientv3.OpGet(s.keys.messages(p.Session), clientv3.WithPrefix(), clientv3.WithKeysOnly()),
+		)
+		if err != nil {
+			return 0, 0, s.fail(ctx, err)
+		}
+		sess, done := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange()
+		if len(sess.Kvs) == 0 {
+			return 0, 0, session.ErrNotFound
+		}
+		born = sess.Kvs[0].CreateRevision
+		if len(done.Kvs) > 0 && done.Kvs[0].CreateRevision > born {
+			return born, uint64(done.Kvs[0].CreateRevision), nil
+		}
+		if len(done.Kvs) == 0 {
+			stored = resp.Responses[2].GetResponseRange()
+			s.hub.learned(known, born, resp.Header.Revision, s.parts(stored.Kvs))
+			break
+		}
+		// Of an earlier session of the same id, which expired before the message did.
+		if _, err := s.kv.Delete(octx, base, clientv3.WithPrefix()); err != nil {
+			return 0, 0, s.fail(ctx, err)
+		}
 	}
-	resp, err := s.kv.Get(ctx, s.keys.messages(p.Session), clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithMinCreateRev(born+1))
-	if err != nil {
-		return err
-	}
+
 	count, size := 0, len(p.Payload)
-	for _, kv := range resp.Kvs {
-		if part, ok := s.keys.part(string(kv.Key)); ok {
+	for _, kv := range stored.Kvs {
+		if part, ok := s.keys.part(string(kv.Key)); ok && kv.CreateRevision > born {
 			size += part.bytes
 			if part.last {
 				count++
 			}
 		}
 	}
+	most, mostBytes := p.Room()
 	switch {
 	case count >= most:
-		return &message.TooManyError{Limit: most}
+		return 0, 0, &message.TooManyError{Limit: most}
 	case size > mostBytes:
-		return &message.TooManyError{Limit: mostBytes, Bytes: true}
+		return 0, 0, &message.TooManyError{Limit: mostBytes, Bytes: true}
 	}
-	return nil
+	return born, 0, nil
 }
 
-func (s *Store) room(ctx context.Context, err error) error {
-	if _, ok := errors.AsType[*message.TooManyError](err); ok {
-		return err
+// parts are what keys of messages say.
+func (s *Store) parts(kvs []*mvccpb.KeyValue) []part {
+	parts := make([]part, 0, len(kvs))
+	for _, kv := range kvs {
+		if p, ok := s.keys.part(string(kv.Key)); ok {
+			parts = append(parts, p)
+		}
 	}
-	return s.fail(ctx, err)
+	return parts
 }
 
 // Trim implements message.Store.

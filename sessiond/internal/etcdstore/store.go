@@ -7,7 +7,8 @@
 //     any operation grants or revokes one;
 //   - what comes while a transaction is under way is sent together, as one transaction (group);
 //   - a node has one watch for all its waiters and one for all its subscribers (hub), opened once: a watch that is opened
-//     for one waiter at a revision gone by would join etcd's slow group and cost 100 ms a hand-over.
+//     for one waiter at a revision gone by would join etcd's slow group and cost 100 ms a hand-over;
+//   - what a session stores of messages is known from the same watches (room), so that a publish need not look whether there is room.
 //
 // A node has a key on a lease that it keeps alive, the only one (liveness), and notes on the same lease which front-ends
 // are attached to it. What dead nodes and front-ends leave in the queues is found by passes over all queues (passes), not by an

@@ -22,7 +22,8 @@ const (
 	MaxTTL     = 24 * time.Hour
 	// MaxBytes limits one message.
 	MaxBytes = 4 << 20
-	// MaxStored and MaxStoredBytes limit what a session stores. Publishers at the same moment can exceed them by a message each.
+	// MaxStored and MaxStoredBytes limit what a session stores. Publishers at the same moment can exceed them by a message each: a
+	// node may count what others publish when it hears of it, until three quarters are taken.
 	MaxStored      = 1000
 	MaxStoredBytes = 16 << 20
 	MaxStreams     = 16
