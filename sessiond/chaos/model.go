@@ -24,6 +24,8 @@ type state struct {
 	fence    uint64
 	name     string
 	lockEnds int64
+	// orphan is the fence of who held when the session expired: that one may still release.
+	orphan uint64
 	// top is the highest fence ever granted, also across destroy and create.
 	top uint64
 }
@@ -74,7 +76,7 @@ func as[T any](v any) T {
 // step says whether the operation may have had its outcome in the state, and what the state is then.
 func step(s state, o *input) (bool, state) {
 	if o.Outcome == NotFound {
-		return s.goneBy(o.ends), s.gone()
+		return s.goneBy(o.ends), s.expired()
 	}
 	switch o.Kind {
 	case Create:
@@ -113,6 +115,12 @@ func (s state) lostBy(fence uint64, now int64) bool { return s.fence != fence ||
 
 func (s state) gone() state { return state{revision: s.revision, top: s.top} }
 
+func (s state) expired() state {
+	gone := s.gone()
+	gone.orphan = max(s.fence, s.orphan)
+	return gone
+}
+
 func (s state) free() state {
 	s.fence, s.name, s.lockEnds = 0, "", 0
 	return s
@@ -126,7 +134,7 @@ func (s state) until(end int64) state {
 
 // written is the state after a write of the session.
 func (s state) written(o *input) state {
-	s.exists, s.value = true, o.Value
+	s.exists, s.value, s.orphan = true, o.Value, 0
 	if o.Outcome == Unknown {
 		s.ends = 0 // carried out late, its TTL still counts from when it was asked for, whatever else was saved meanwhile
 	}
@@ -237,6 +245,10 @@ func (s state) release(o *input) (bool, state) {
 	case OK, Unknown:
 		if s.exists && s.fence == o.Fence {
 			return true, s.free()
+		}
+		if s.orphan == o.Fence {
+			s.orphan = 0
+			return true, s
 		}
 		// A release that was sent again is answered as done if the lock is not held any more, for whatever reason.
 		return o.Outcome == Unknown || o.Attempts > 1, s

@@ -138,6 +138,17 @@ func TestHistories(t *testing.T) {
 		"held already":                {[]Op{made, op(2, 3, Acquire, OK, got("a", 10), grant(11), holder("h")), op(3.5, 4, Acquire, AlreadyHeld, holder("h"))}, nil},
 		"held by somebody else":       {[]Op{made, op(2, 3, Acquire, OK, got("a", 10), grant(11), holder("h")), op(3.5, 4, Acquire, AlreadyHeld, holder("i"))}, []string{"order"}},
 		"released twice":              {[]Op{made, op(2, 3, Acquire, OK, got("a", 10), grant(11)), op(3.5, 4, Release, OK, fence(11)), op(4, 4.5, Release, OK, fence(11))}, []string{"order"}},
+		"released after the session": {[]Op{
+			op(0, 1, Create, OK, wrote("a", 10), brief), op(2, 3, Acquire, OK, got("a", 10), grant(11)), op(4, 4.5, Read, NotFound), op(5, 5.5, Release, OK, fence(11)),
+			op(6, 7, Create, OK, wrote("b", 12), brief),
+		}, nil},
+		"released after the session, twice": {[]Op{
+			op(0, 1, Create, OK, wrote("a", 10), brief), op(2, 3, Acquire, OK, got("a", 10), grant(11)), op(4, 4.5, Read, NotFound), op(5, 5.5, Release, OK, fence(11)),
+			op(6, 7, Release, OK, fence(11)),
+		}, []string{"order"}},
+		"released after it was destroyed": {[]Op{
+			made, op(2, 3, Acquire, OK, got("a", 10), grant(11)), op(3, 3.5, Destroy, OK, existed), op(4, 5, Release, OK, fence(11)),
+		}, []string{"order"}},
 		"a late release frees a newer grant": {[]Op{
 			made, op(2, 3, Acquire, OK, got("a", 10), grant(11)), op(3, 3.2, Release, OK, fence(11)), op(3.2, 3.4, Acquire, OK, got("a", 10), grant(12)),
 			op(3.4, 3.6, Release, NotHeld, fence(11)), op(3.6, 3.8, Acquire, OK, got("a", 10), grant(13)),
