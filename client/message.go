@@ -184,6 +184,7 @@ func (s *subscription) receive() (Message, error) {
 			s.position = m.GetPosition()
 			return Message{Stream: m.GetStream(), Position: m.GetPosition(), Payload: m.GetPayload()}, nil
 		}
+		s.pending = nil // not to be kept while nothing comes
 		resp, err := s.stream.Recv()
 		if err == nil {
 			s.take(resp)

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/sessiond/sessiond/client"
@@ -41,26 +42,48 @@ type presence struct {
 	Unsubscribed string `json:"unsubscribed,omitempty"`
 }
 
-// standalone is a client's open GET stream: it carries what the server has to say outside of any request.
+// standalone is a client's open GET stream: it carries what the server has to say outside of any request. As there may be very
+// many of them, nothing waits for it but the goroutine that net/http gives it, which takes what is published to the session. All
+// else is done by timers, in turn with it.
 type standalone struct {
-	h       *Handler
-	id      string // of this stream
-	session *session
-	w       http.ResponseWriter
-	rc      *http.ResponseController
+	h      *Handler
+	ctx    context.Context //nolint:containedctx // The request's, and cut short when the stream is over.
+	hangUp context.CancelFunc
+	id     string // of this stream
+	w      http.ResponseWriter
+	rc     *http.ResponseController
 
+	// Of the session.
+	sessionID string
+	position  uint64 // as of which it was read
 	opened    uint64 // position at which this stream became the newest
-	delivered uint64 // position of the last message delivered, of the session's own
-	heard     uint64 // position up to which the topic was looked at
 	// Where the client resumes: it tells better than the stream before how far that got.
 	resumed struct {
 		set              bool
 		delivered, heard uint64
 	}
+
+	turn chan struct{} // held by who writes, or uses what is below
+	// Until it is known how far the stream before got, what is stored is kept.
+	open      bool
+	starting  *starting
+	over      bool
+	delivered uint64 // position of the last message delivered, of the session's own
+	heard     uint64 // position up to which the topic was looked at
 	resources map[string]bool
 
-	incoming chan client.Message
-	lost     chan error // why no more come
+	wake, comments, touches *time.Timer
+	woken                   atomic.Bool // and not looked yet
+	touching                sync.WaitGroup
+}
+
+// starting is what a stream knows until it is open.
+type starting struct {
+	begun  bool     // it is the newest
+	before presence // of the stream before it
+	stored []client.Message
+	// timeout ends the wait for the stream before it.
+	timeout *time.Timer
 }
 
 // serveGET serves the standalone stream, on any replica. The newest stream of a session takes over from older ones.
@@ -82,13 +105,8 @@ func (h *Handler) serveGET(w http.ResponseWriter, r *http.Request) {
 		h.refuse(w, r, err, nil)
 		return
 	}
-	startEvents(w)
-	s.comment()
-	var reader sync.WaitGroup
-	reader.Go(func() { s.read(ctx, messages) })
-	s.serve(ctx)
-	cancel()
-	reader.Wait()
+	s.hangUp = cancel
+	s.serve(messages)
 	s.leave(context.WithoutCancel(ctx))
 }
 
@@ -148,10 +166,10 @@ func (h *Handler) openGET(ctx context.Context, r *http.Request) (sess *session, 
 
 // openStandalone subscribes, and says that this is the newest stream.
 func (h *Handler) openStandalone(ctx context.Context, w http.ResponseWriter, sess *session, lastEvent string) (*standalone, iter.Seq2[client.Message, error], error) {
-	id := sess.id
 	s := &standalone{
-		h: h, id: randomID(), session: sess, w: w, rc: http.NewResponseController(w), resources: sess.subscriptions(),
-		incoming: make(chan client.Message), lost: make(chan error, 1),
+		h: h, ctx: ctx, id: randomID(), w: w, rc: http.NewResponseController(w),
+		sessionID: sess.id, position: sess.position, heard: sess.since(), resources: sess.subscriptions(),
+		turn: make(chan struct{}, 1), starting: &starting{},
 	}
 	if lastEvent != "" {
 		if _, err := fmt.Sscanf(lastEvent, standaloneID+"-%d-%d", &s.resumed.delivered, &s.resumed.heard); err != nil {
@@ -159,111 +177,133 @@ func (h *Handler) openStandalone(ctx context.Context, w http.ResponseWriter, ses
 		}
 		s.resumed.set = true
 	}
-	messages, err := h.opts.Messages.Subscribe(ctx, id, 0, standaloneStream, presenceStream)
+	messages, err := h.opts.Messages.Subscribe(ctx, s.sessionID, 0, standaloneStream, presenceStream)
 	if err != nil {
 		return nil, nil, err
 	}
-	s.opened, err = h.publish(ctx, id, presenceStream, marshal(presence{Open: s.id}), client.PublishOptions{TTL: h.opts.messageTTL()})
+	s.opened, err = h.publish(ctx, s.sessionID, presenceStream, marshal(presence{Open: s.id}), client.PublishOptions{TTL: h.opts.messageTTL()})
 	return s, messages, err
 }
 
-// read hands on messages until ctx ends.
-func (s *standalone) read(ctx context.Context, messages iter.Seq2[client.Message, error]) {
+// serve writes the stream until the client leaves, a newer stream takes over, the session ends or the server drains.
+func (s *standalone) serve(messages iter.Seq2[client.Message, error]) {
+	startEvents(s.w)
+	s.inTurn(func() bool {
+		s.wake = time.AfterFunc(commentEvery, s.look)
+		s.comments = time.AfterFunc(commentEvery, func() { s.inTurn(s.comment) })
+		s.touches = time.AfterFunc(s.h.opts.touchInterval(), s.touch)
+		return s.comment()
+	})
+	leave := s.h.topic.listen(func() {
+		if s.woken.CompareAndSwap(false, true) {
+			s.wake.Reset(0)
+		}
+	})
+	defer func() {
+		leave()
+		s.end()
+	}()
 	for m, err := range messages {
 		if err != nil {
-			s.lost <- err
+			s.reportLost(err)
 			return
 		}
-		select {
-		case s.incoming <- m:
-		case <-ctx.Done():
+		if !s.inTurn(func() bool { return s.take(m) }) {
 			return
 		}
 	}
 }
 
-// serve writes the stream until the client leaves, a newer stream takes over, the session ends or the server drains.
-func (s *standalone) serve(ctx context.Context) {
-	listener, leave := s.h.topic.listen()
-	defer leave()
-	stored, ok := s.takeOver(ctx)
-	for _, m := range stored {
-		ok = ok && s.deliver(ctx, m)
+// inTurn does something with the stream, unless it is over. If f returns false, it is from then on.
+func (s *standalone) inTurn(f func() bool) bool {
+	s.turn <- struct{}{}
+	defer func() { <-s.turn }()
+	if !s.over && !f() {
+		s.over = true
+		s.hangUp()
 	}
-	s.h.topic.announce(slices.Collect(maps.Keys(s.resources))...)
-	comment := time.NewTicker(commentEvery)
-	defer comment.Stop()
-	touch := time.NewTicker(s.h.opts.touchInterval())
-	defer touch.Stop()
-	for ok && s.changes(0) {
+	return !s.over
+}
+
+// end waits for what timers do.
+func (s *standalone) end() {
+	s.inTurn(func() bool { return false })
+	for _, t := range []*time.Timer{s.wake, s.comments, s.touches} {
+		t.Stop()
+	}
+	s.touching.Wait()
+}
+
+// look tells of what has changed, and ends the stream if the server drains.
+func (s *standalone) look() {
+	s.inTurn(func() bool {
+		s.woken.Store(false)
 		select {
-		case <-ctx.Done():
-			return
 		case <-s.h.draining:
 			// Come back at once: the balancer knows another replica.
 			_ = writeOut(s.w, s.rc, []byte("retry: 100\n\n"))
-			return
-		case err := <-s.lost:
-			s.reportLost(ctx, err)
-			return
-		case m := <-s.incoming:
-			ok = s.deliver(ctx, m)
-		case <-listener.wake:
-		case <-comment.C:
-			ok = s.comment()
-		case <-touch.C:
-			s.touch(ctx)
+			return false
+		default:
+			return !s.open || s.changes(0)
 		}
-	}
+	})
 }
 
-// takeOver reads what is stored up to this stream's own beginning, learns from the stream before it how far that got, and
-// returns the messages that are left to deliver.
-func (s *standalone) takeOver(ctx context.Context) (stored []client.Message, ok bool) {
-	var before presence
-	timeout := time.NewTimer(time.Hour)
-	defer timeout.Stop()
-	s.heard = s.session.since()
-	for begun := false; ; {
-		select {
-		case <-ctx.Done():
-			return nil, false
-		case <-s.h.draining:
-			return nil, true // serve sees it too
-		case err := <-s.lost:
-			s.reportLost(ctx, err)
-			return nil, false
-		case <-timeout.C:
-			return s.due(stored), true
-		case m := <-s.incoming:
-			if m.Stream == standaloneStream {
-				stored = append(stored, m)
-				continue
-			}
-			var p presence
-			if err := json.Unmarshal(m.Payload, &p); err != nil {
-				s.h.log.ErrorContext(ctx, "message of a session's presence stream cannot be read", slog.Any("error", err))
-				continue
-			}
-			switch {
-			case p.Open == s.id:
-				begun = true
-				timeout.Reset(yieldTimeout)
-			case p.Open != "" && begun:
-				return nil, false // superseded already
-			case p.Open != "" || p.Closed != "" && (before.Open == "" || before.Open == p.Closed):
-				before = p
-			default:
-				s.subscription(m.Position, p)
-			}
-			if begun && before.Open == "" {
-				if before.Closed != "" {
-					s.heard, s.delivered = before.Heard, before.Delivered
-				}
-				return s.due(stored), true
-			}
+// take handles a message; false ends the stream.
+func (s *standalone) take(m client.Message) bool {
+	if s.open {
+		return s.deliver(m)
+	}
+	// What is stored up to this stream's own beginning tells how far the stream before it got; or that stream says so now.
+	st := s.starting
+	if m.Stream == standaloneStream {
+		st.stored = append(st.stored, m)
+		return true
+	}
+	var p presence
+	if err := json.Unmarshal(m.Payload, &p); err != nil {
+		s.h.log.ErrorContext(s.ctx, "message of a session's presence stream cannot be read", slog.Any("error", err))
+		return true
+	}
+	switch {
+	case p.Open == s.id:
+		st.begun = true
+		if st.before.Open != "" {
+			st.timeout = time.AfterFunc(yieldTimeout, func() { s.inTurn(s.start) })
+		}
+	case p.Open != "" && st.begun:
+		return false // superseded already
+	case p.Open != "" || p.Closed != "" && (st.before.Open == "" || st.before.Open == p.Closed):
+		st.before = p
+	default:
+		s.subscription(m.Position, p)
+	}
+	if st.begun && st.before.Open == "" {
+		return s.start()
+	}
+	return true
+}
+
+// start delivers what is stored, and opens the stream for what comes.
+func (s *standalone) start() bool {
+	if s.open {
+		return true
+	}
+	st := s.starting
+	s.open, s.starting = true, nil
+	if st.timeout != nil {
+		st.timeout.Stop()
+	}
+	if st.before.Open == "" && st.before.Closed != "" {
+		s.heard, s.delivered = st.before.Heard, st.before.Delivered
+	}
+	for _, m := range s.due(st.stored) {
+		if !s.deliver(m) {
+			return false
 		}
 	}
+	s.h.topic.announce(slices.Collect(maps.Keys(s.resources))...)
+	return s.changes(0)
 }
 
 // due is what the client does not have yet.
@@ -284,7 +324,7 @@ func (s *standalone) event(data []byte) error {
 }
 
 // deliver handles a message; false ends the stream.
-func (s *standalone) deliver(ctx context.Context, m client.Message) bool {
+func (s *standalone) deliver(m client.Message) bool {
 	if m.Stream == standaloneStream {
 		s.delivered = m.Position
 		if s.event(m.Payload) != nil {
@@ -293,14 +333,14 @@ func (s *standalone) deliver(ctx context.Context, m client.Message) bool {
 		if s.h.opts.History != 0 {
 			return true // kept, for the client may have to have it again
 		}
-		if err := s.h.opts.Messages.Trim(ctx, s.session.id, standaloneStream, m.Position, 0); err != nil && ctx.Err() == nil {
-			s.h.log.WarnContext(ctx, "delivered notification not removed, it may be delivered again", slog.Any("error", err))
+		if err := s.h.opts.Messages.Trim(s.ctx, s.sessionID, standaloneStream, m.Position, 0); err != nil && s.ctx.Err() == nil {
+			s.h.log.WarnContext(s.ctx, "delivered notification not removed, it may be delivered again", slog.Any("error", err))
 		}
 		return true
 	}
 	var p presence
 	if err := json.Unmarshal(m.Payload, &p); err != nil {
-		s.h.log.ErrorContext(ctx, "message of a session's presence stream cannot be read", slog.Any("error", err))
+		s.h.log.ErrorContext(s.ctx, "message of a session's presence stream cannot be read", slog.Any("error", err))
 		return true
 	}
 	if p.Open != "" && m.Position > s.opened {
@@ -330,8 +370,11 @@ func (s *standalone) catchUp(since uint64, uri string) bool {
 // subscription follows what the client subscribes to while the stream is open.
 func (s *standalone) subscription(position uint64, p presence) {
 	switch {
-	case position <= s.session.position: // part of the record that was read
+	case position <= s.position: // part of the record that was read
 	case p.Subscribed != "":
+		if s.resources == nil {
+			s.resources = map[string]bool{}
+		}
 		s.resources[p.Subscribed] = true
 	case p.Unsubscribed != "":
 		delete(s.resources, p.Unsubscribed)
@@ -356,38 +399,59 @@ func (s *standalone) changes(before uint64) bool {
 // leave says how far the stream got, for the next one, and removes what was said before this stream opened. What was said
 // since stays: a newer stream may not have read it yet.
 func (s *standalone) leave(ctx context.Context) {
-	_, err := s.h.publish(ctx, s.session.id, presenceStream,
+	_, err := s.h.publish(ctx, s.sessionID, presenceStream,
 		marshal(presence{Closed: s.id, Delivered: s.delivered, Heard: s.heard}), client.PublishOptions{TTL: s.h.opts.messageTTL()})
 	if err == nil {
-		err = s.h.opts.Messages.Trim(ctx, s.session.id, presenceStream, s.opened-1, 0)
+		err = s.h.opts.Messages.Trim(ctx, s.sessionID, presenceStream, s.opened-1, 0)
 	}
 	if err != nil && !errors.Is(err, client.ErrSessionNotFound) {
 		s.h.log.WarnContext(ctx, "end of a standalone stream not noted, the next one may repeat notifications", slog.Any("error", err))
 	}
 }
 
-func (s *standalone) touch(ctx context.Context) {
-	if _, err := s.session.store.Touch(ctx, s.session.id); err != nil && ctx.Err() == nil && !errors.Is(err, client.ErrSessionNotFound) {
-		s.h.log.WarnContext(ctx, "cannot keep the session of an open stream alive, trying again", slog.Any("error", err))
+// touch keeps the session alive, and the word of what it is subscribed to.
+func (s *standalone) touch() {
+	var uris []string
+	if !s.inTurn(func() bool {
+		uris = slices.Collect(maps.Keys(s.resources))
+		s.touching.Add(1)
+		return true
+	}) {
+		return
 	}
-	s.h.topic.announce(slices.Collect(maps.Keys(s.resources))...)
+	defer s.touching.Done()
+	if _, err := s.h.opts.Store.Touch(s.ctx, s.sessionID); err != nil && s.ctx.Err() == nil && !errors.Is(err, client.ErrSessionNotFound) {
+		s.h.log.WarnContext(s.ctx, "cannot keep the session of an open stream alive, trying again", slog.Any("error", err))
+	}
+	s.h.topic.announce(uris...)
+	s.inTurn(func() bool {
+		s.touches.Reset(s.h.opts.touchInterval())
+		return true
+	})
 }
 
-func (s *standalone) reportLost(ctx context.Context, err error) {
-	if !errors.Is(err, client.ErrSessionNotFound) && ctx.Err() == nil {
-		s.h.log.ErrorContext(ctx, "subscription of a standalone stream failed", slog.Any("error", err))
+func (s *standalone) reportLost(err error) {
+	if !errors.Is(err, client.ErrSessionNotFound) && s.ctx.Err() == nil {
+		s.h.log.ErrorContext(s.ctx, "subscription of a standalone stream failed", slog.Any("error", err))
 	}
 }
 
-func (s *standalone) comment() bool { return writeComment(s.w, s.rc) == nil }
+// comment shows proxies that the stream lives.
+func (s *standalone) comment() bool {
+	s.comments.Reset(commentEvery)
+	return writeComment(s.w, s.rc) == nil
+}
 
 // subscriptions are the resources that the session is subscribed to.
 func (s *session) subscriptions() map[string]bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	uris := map[string]bool{}
+	var uris map[string]bool // hardly any session has some
 	for field := range s.rec.fields {
 		if uri, ok := strings.CutPrefix(field, fieldSubscription); ok {
+			if uris == nil {
+				uris = map[string]bool{}
+			}
 			uris[uri] = true
 		}
 	}

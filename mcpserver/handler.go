@@ -265,6 +265,7 @@ func (h *Handler) Shutdown(ctx context.Context) error {
 		close(h.draining)
 	}
 	h.mu.Unlock()
+	h.topic.wakeAll()
 	done := make(chan struct{})
 	go func() {
 		h.running.Wait()

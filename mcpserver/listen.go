@@ -52,14 +52,20 @@ func (h *Handler) serveListen(w http.ResponseWriter, r *http.Request, m *message
 	lw := &listenWriter{ResponseWriter: w, rc: http.NewResponseController(w), id: m.id, acknowledged: make(chan struct{})}
 	w.Header().Set("X-Accel-Buffering", "no")
 	heard := h.topic.now()
-	listener, leave := h.topic.listen()
+	wake := make(chan struct{}, 1)
+	leave := h.topic.listen(func() {
+		select {
+		case wake <- struct{}{}:
+		default:
+		}
+	})
 	defer leave()
 	var injector sync.WaitGroup
 	injector.Go(func() {
 		defer cancel()
 		select {
 		case <-lw.acknowledged:
-			h.inject(ctx, lw, listener, heard)
+			h.inject(ctx, lw, wake, heard)
 		case <-ctx.Done():
 		}
 	})
@@ -69,7 +75,7 @@ func (h *Handler) serveListen(w http.ResponseWriter, r *http.Request, m *message
 }
 
 // inject writes the topic's events until the client leaves or the server drains.
-func (h *Handler) inject(ctx context.Context, lw *listenWriter, listener *topicListener, heard uint64) {
+func (h *Handler) inject(ctx context.Context, lw *listenWriter, wake <-chan struct{}, heard uint64) {
 	h.topic.announce(lw.agreed.URIs...)
 	comment := time.NewTicker(commentEvery)
 	defer comment.Stop()
@@ -89,7 +95,7 @@ func (h *Handler) inject(ctx context.Context, lw *listenWriter, listener *topicL
 		case <-h.draining:
 			lw.finish()
 			return
-		case <-listener.wake:
+		case <-wake:
 		case <-comment.C:
 			if !lw.raw([]byte(": keep-alive\n\n")) {
 				return

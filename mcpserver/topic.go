@@ -79,8 +79,8 @@ type topicMessage struct {
 	ttl     time.Duration
 }
 
-// topicListener is woken when there are new events.
-type topicListener struct{ wake chan struct{} }
+// topicListener is woken when there are new events. It does not wait for anything.
+type topicListener struct{ wake func() }
 
 func newTopic(h *Handler) *topic {
 	t := &topic{
@@ -214,10 +214,16 @@ func (t *topic) take(m client.Message) {
 	}
 	t.events = append(t.events, e)
 	for l := range t.listeners {
-		select {
-		case l.wake <- struct{}{}:
-		default:
-		}
+		l.wake()
+	}
+}
+
+// wakeAll wakes all listeners, to see that the server drains.
+func (t *topic) wakeAll() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for l := range t.listeners {
+		l.wake()
 	}
 }
 
@@ -313,14 +319,15 @@ func (t *topic) publish(m topicMessage) {
 	}
 }
 
-// listen registers a listener, which has to leave.
-func (t *topic) listen() (l *topicListener, leave func()) {
+// listen registers a listener, which has to leave. It is woken at once, too.
+func (t *topic) listen(wake func()) (leave func()) {
 	t.begin()
-	l = &topicListener{wake: make(chan struct{}, 1)}
+	l := &topicListener{wake}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.listeners[l] = struct{}{}
-	return l, func() {
+	wake()
+	return func() {
 		t.mu.Lock()
 		defer t.mu.Unlock()
 		delete(t.listeners, l)
