@@ -14,7 +14,10 @@
 //     (alarm NOSPACE) and there is room again, the alarm is disarmed. etcd reuses free space by itself, so this matters after
 //     a time of unusual growth only.
 //   - Requests of up to the largest session, or 1 MiB, and 512 KiB (etcd: 1.5 MiB), with 512 operations (etcd: 128).
-//   - Every commit is synced to disk (etcd's default, never switched off). Snapshots, election timeouts and the rest are etcd's.
+//   - A snapshot of its log every 1,000 commits (etcd: 10,000), of which it keeps 100 in memory (etcd: 5,000) and two files of 64 MiB
+//     on disk (etcd: 5) or more, from the last snapshot on. One commit has what many callers write, or a session of the largest
+//     size, and a start reads and replays all since the last snapshot. Etcd's numbers are there for members that fall behind.
+//   - Every commit is synced to disk (etcd's default, never switched off). Election timeouts and the rest are etcd's.
 //   - Its log goes to the node's at warn level, without what names sessions.
 //
 // An external cluster has the settings that its operators gave it. Inspect looks after both, as far as etcd's API tells.
@@ -51,6 +54,8 @@ const (
 	// What a request may carry beside a session's or message chunk's bytes, and what it does in the usual case.
 	requestOverhead = 512 << 10
 	valueOverhead   = 4 << 10
+	// Commits from one snapshot of the log to the next, those kept in memory after one, and files of the log.
+	snapshotEvery, keptInMemory, logFiles = 1000, 100, 2
 	// Free space that is worth giving back at a start, in MiB.
 	defragAtStart = 512
 	// The longest path that fits a unix socket's address everywhere (104 bytes on some systems, with the final zero).
@@ -143,6 +148,7 @@ func Embed(ctx context.Context, cfg EmbedConfig) (_ *Node, err error) {
 	ec.BootstrapDefragThresholdMegabytes = uint(max(min(defragAtStart, cfg.QuotaBytes>>24), 1))
 	ec.MaxRequestBytes = uint(requestBytes(cfg.MaxValueBytes))
 	ec.MaxTxnOps = 512
+	ec.SnapshotCount, ec.SnapshotCatchUpEntries, ec.MaxWalFiles = snapshotEvery, keptInMemory, logFiles
 	ec.AutoCompactionMode = embed.CompactorModePeriodic
 	ec.AutoCompactionRetention = compactAfter
 	ec.GRPCKeepAliveMinTime = time.Second

@@ -3,10 +3,12 @@ package etcdnode
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -119,5 +121,43 @@ func TestCheckEndpoint(t *testing.T) {
 		if err := CheckEndpoint(endpoint); (err == nil) != ok {
 			t.Errorf("%q: %v", endpoint, err)
 		}
+	}
+}
+
+// O1, O5: what a start has to read and replay of the log is bounded, and so is what of it is in memory: a commit may have a session of
+// the largest size.
+func TestLogIsShort(t *testing.T) {
+	dir := t.TempDir()
+	n, err := Embed(t.Context(), EmbedConfig{DataDir: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	snapshots := func() int {
+		files, err := filepath.Glob(filepath.Join(dir, "etcd", "member", "snap", "*.snap"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(files)
+	}
+	// Several at a time, which share what a commit costs of the disk.
+	var wg sync.WaitGroup
+	for caller := range 20 {
+		wg.Go(func() {
+			for range (2*snapshotEvery + 100) / 20 {
+				if _, err := n.KV().Put(t.Context(), fmt.Sprint(caller), "v"); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if got := snapshots(); got != 2 {
+		t.Errorf("%d snapshots after %d commits", got, n.Member().Server.CommittedIndex())
 	}
 }
