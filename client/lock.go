@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
@@ -34,13 +35,20 @@ type Grant struct {
 	Deadline time.Time
 	// Session is the session as it is under the lock, unless it was not asked for.
 	Session Session
+
+	// latest is the revision of the session as the holder last saw or saved it, 0 while that is not known; nil in a grant that
+	// this client did not make. Copies of the grant share it.
+	latest *atomic.Uint64
 }
 
 // grantFrom counts the TTL from the moment the request was sent plus the time it was with the node: the latest moment
 // that is certainly not after that of the answer.
 func grantFrom(g *sessiondv1.Grant, s *sessiondv1.Session, position uint64, sent time.Time) Grant {
 	ttl := g.GetTtl().AsDuration()
+	latest := new(atomic.Uint64)
+	latest.Store(s.GetRevision())
 	return Grant{
+		latest:       latest,
 		SessionID:    g.GetSessionId(),
 		RequestID:    g.GetRequestId(),
 		FencingToken: g.GetFencingToken(),

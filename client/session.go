@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
@@ -76,7 +77,9 @@ type SaveOptions struct {
 	// since.
 	ExpectedRevision uint64
 	// Grant is the lock that the caller holds: [ErrLockLost] if it does no more. Without it, a save while anyone holds
-	// the lock is [ErrSessionLocked].
+	// the lock is [ErrSessionLocked]. A save that was cut off, and is carried out late, never undoes a later one under the
+	// same grant: unless ExpectedRevision is given, the client names the revision that the holder last saw or saved, and
+	// reads it first if it does not know.
 	Grant *Grant
 	// Release releases Grant in the same atomic step.
 	Release bool
@@ -101,7 +104,43 @@ func (c *Client) save(ctx context.Context, id string, data []byte, opts SaveOpti
 	}
 	if opts.Grant != nil {
 		req.FencingToken, req.RequestId = opts.Grant.FencingToken, opts.Grant.RequestID
+		if opts.Grant.latest != nil && opts.ExpectedRevision == 0 {
+			return c.saveHeld(ctx, req, opts.Grant.latest)
+		}
 	}
+	return c.saveOnce(ctx, req, false)
+}
+
+// saveHeld saves under a lock on condition that the session is as the holder last saw or saved it. What else may have
+// written it is a touch, or a save of the holder that was cut off: then it reads the revision and saves on that one.
+func (c *Client) saveHeld(ctx context.Context, req *sessiondv1.SaveRequest, latest *atomic.Uint64) (uint64, error) {
+	expected := latest.Load()
+	for {
+		if expected == 0 {
+			s, err := c.Read(ctx, req.GetSessionId())
+			if err != nil {
+				return 0, err
+			}
+			expected = s.Revision
+		}
+		req.ExpectedRevision = &expected
+		revision, err := c.saveOnce(ctx, req, true)
+		switch {
+		case err == nil:
+			latest.Store(revision)
+			return revision, nil
+		case errors.Is(err, ErrRevisionMismatch):
+			expected = 0
+			continue
+		case errors.Is(err, ErrOutcomeUnknown):
+			latest.Store(0)
+		}
+		return 0, err
+	}
+}
+
+// saveOnce has a save carried out once at most; held says that nobody but the caller can have saved.
+func (c *Client) saveOnce(ctx context.Context, req *sessiondv1.SaveRequest, held bool) (uint64, error) {
 	resp, err := call(ctx, c.callTimeout, "save session", c.sessions.Save, req, onceOnly()...)
 	if err = outcomeUnknown(err); !errors.Is(err, ErrOutcomeUnknown) {
 		return resp.GetRevision(), err
@@ -109,20 +148,25 @@ func (c *Client) save(ctx context.Context, id string, data []byte, opts SaveOpti
 	if req.FencingToken == 0 && req.ExpectedRevision == nil || ctx.Err() != nil || isBackendFailure(err) {
 		return 0, err
 	}
-	return c.saveAgain(ctx, req, err)
+	return c.saveAgain(ctx, req, held, err)
 }
 
 // saveAgain finds out whether a save that was cut off was carried out, by trying it again: its condition lets it happen
 // once. If the condition does not hold any more, or somebody has locked the session since, the save was carried out if the session
-// holds what it wrote. A session that has gone since tells nothing.
-func (c *Client) saveAgain(ctx context.Context, req *sessiondv1.SaveRequest, unknown error) (uint64, error) {
+// holds what it wrote. If it does not, and nobody else can have saved since, the save was not carried out, and cannot be any more.
+// A session that has gone since tells nothing.
+func (c *Client) saveAgain(ctx context.Context, req *sessiondv1.SaveRequest, held bool, unknown error) (uint64, error) {
 	resp, err := call(ctx, c.callTimeout, "save session", c.sessions.Save, req, attempts)
 	switch {
 	case err == nil:
 		return resp.GetRevision(), nil
 	case errors.Is(err, ErrLockLost), errors.Is(err, ErrRevisionMismatch), errors.Is(err, ErrSessionLocked):
-		if s, rerr := c.Read(ctx, req.GetSessionId()); rerr == nil && bytes.Equal(s.Data, req.GetData()) {
+		s, rerr := c.Read(ctx, req.GetSessionId())
+		switch {
+		case rerr == nil && bytes.Equal(s.Data, req.GetData()):
 			return s.Revision, nil
+		case rerr == nil && held && errors.Is(err, ErrRevisionMismatch):
+			return 0, err
 		}
 		return 0, unknown
 	case errors.Is(err, ErrUnavailable):

@@ -153,16 +153,8 @@ func checkChain(ops []Op, fail failure) {
 		}
 		value = o.Parent
 	}
-	// A holder whose save was cut off and who goes on may see it carried out after the next one, which names the same token: it was
-	// told that this can be.
-	late := map[uint64]bool{}
 	for _, o := range made {
-		if o.Kind == Save && o.Outcome == Unknown && o.Fence != 0 && o.Expected == 0 && on[o.Value] {
-			late[o.Fence] = true
-		}
-	}
-	for _, o := range made {
-		if late[o.Fence] || o.Outcome != OK || o.Kind != Save || on[o.Value] || o.Return >= last.Call {
+		if o.Outcome != OK || o.Kind != Save || on[o.Value] || o.Return >= last.Call {
 			continue
 		}
 		// Those of earlier incarnations have gone with them.

@@ -9,10 +9,12 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/sessiond/sessiond/client"
 	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
 	"github.com/sessiond/sessiond/sessiond/internal/memstore"
+	"github.com/sessiond/sessiond/sessiond/internal/session"
 )
 
 // Faults that chaos found in the product, each as the shortest way to it. The seed is that of the run that found it.
@@ -75,3 +77,72 @@ func TestSaveThatWasDestroyedBeforeItsRetry(t *testing.T) {
 
 // Seed 4, pause-node (L4), is TestGrantEndsNoLater in sessiond/internal/rpc: a node was stopped with an acquire that it had granted, and
 // answered when the TTL had passed; what the client added up was that it had held the lock until then, while another held it.
+
+// Seed 7, cut-nodes (S6, L5): a save that a holder's client had lost was carried out after a later save of the same holder, which was
+// acknowledged and then gone: both named the same token. Here the first save of all is delivered last.
+func TestLateSaveOfTheHolder(t *testing.T) {
+	for name, c := range map[string]struct {
+		omit  bool // the client does not know the revision
+		all   bool // all attempts are cut off, not just the first
+		touch bool // the session is written once more before the second save
+	}{
+		"tried again":                           {false, false, false},
+		"of unknown outcome":                    {false, true, false},
+		"tried again, revision not known":       {true, false, false},
+		"of unknown outcome, not known":         {true, true, false},
+		"tried again, and touched":              {false, false, true},
+		"of unknown outcome, and touched since": {false, true, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := memstore.Open()
+			t.Cleanup(func() { s.Close(context.WithoutCancel(t.Context())) })
+			connect := serve(t, s)
+			if _, err := connect().Create(t.Context(), []byte("old"), client.CreateOptions{ID: "s"}); err != nil {
+				t.Fatal(err)
+			}
+			var whole atomic.Bool
+			var late func() error
+			holder := connect(grpc.WithChainUnaryInterceptor(func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+				if method != sessiondv1.SessionService_Save_FullMethodName || whole.Load() {
+					return invoke(ctx, method, req, reply, cc, opts...)
+				}
+				whole.Store(!c.all)
+				if late == nil {
+					again := proto.CloneOf(as[*sessiondv1.SaveRequest](req))
+					late = func() error { return invoke(t.Context(), method, again, new(sessiondv1.SaveResponse), cc) }
+				}
+				return status.Error(codes.Unavailable, "cut off")
+			}))
+			grant, err := holder.Acquire(t.Context(), "s", client.AcquireOptions{OmitSession: c.omit})
+			if err != nil {
+				t.Fatal(err)
+			}
+			_, err = holder.Save(t.Context(), "s", []byte("first"), client.SaveOptions{Grant: &grant})
+			if errors.Is(err, client.ErrOutcomeUnknown) != c.all || !c.all && err != nil {
+				t.Fatal(err)
+			}
+			whole.Store(true)
+			if c.touch {
+				// As a touch does: the data stays as it is.
+				found, _, err := s.ReadSession(t.Context(), "s")
+				if err != nil {
+					t.Fatal(err)
+				}
+				if _, err := s.SaveSession(t.Context(), session.Save{
+					ID: "s", Data: found.Data, TTL: found.TTL, Token: grant.FencingToken, Request: grant.RequestID,
+				}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if _, err := holder.Save(t.Context(), "s", []byte("second"), client.SaveOptions{Grant: &grant}); err != nil {
+				t.Fatal(err)
+			}
+			if err := late(); err == nil {
+				t.Error("the late save was carried out")
+			}
+			if got, err := holder.Read(t.Context(), "s"); err != nil || string(got.Data) != "second" {
+				t.Errorf("%q, %v", got.Data, err)
+			}
+		})
+	}
+}

@@ -325,7 +325,9 @@ type SaveRequest struct {
 	// The new TTL, in the limits of CreateRequest.ttl. Unset: the session keeps the one it has (which costs one more
 	// read, no commit).
 	Ttl *durationpb.Duration `protobuf:"bytes,3,opt,name=ttl,proto3" json:"ttl,omitempty"`
-	// If set, the save is refused with REVISION_MISMATCH unless the session's revision is this one.
+	// If set, the save is refused with REVISION_MISMATCH unless the session's revision is this one. Useful under a lock too: a save
+	// that was cut off, and is carried out late, then cannot undo a later one of the same holder. Only touches, and saves of the
+	// holder's own, change the revision while the lock is held.
 	ExpectedRevision *uint64 `protobuf:"varint,4,opt,name=expected_revision,json=expectedRevision,proto3,oneof" json:"expected_revision,omitempty"`
 	// The fencing token of the caller's grant. Set: refused with LOCK_LOST unless it is the holder's. Unset: refused with
 	// SESSION_LOCKED while anyone holds the lock.
