@@ -79,8 +79,14 @@ type subscription struct {
 	request  *sessiondv1.SubscribeRequest
 	stream   subscribeStream
 	hangUp   context.CancelCauseFunc // ends the present stream
+	received chan received
 	pending  []*sessiondv1.Message
 	position uint64
+}
+
+type received struct {
+	resp *sessiondv1.SubscribeResponse
+	err  error
 }
 
 type subscribeStream interface {
@@ -97,7 +103,8 @@ type subscribeStream interface {
 func (c *Client) Subscribe(ctx context.Context, id string, after uint64, streams ...string) (iter.Seq2[Message, error], error) {
 	s := &subscription{
 		client: c, ctx: ctx, position: after,
-		request: &sessiondv1.SubscribeRequest{SessionId: id, Streams: streams},
+		request:  &sessiondv1.SubscribeRequest{SessionId: id, Streams: streams},
+		received: make(chan received, 1),
 	}
 	if err := s.begin(); err != nil {
 		return nil, err
@@ -185,7 +192,7 @@ func (s *subscription) receive() (Message, error) {
 			return Message{Stream: m.GetStream(), Position: m.GetPosition(), Payload: m.GetPayload()}, nil
 		}
 		s.pending = nil // not to be kept while nothing comes
-		resp, err := s.stream.Recv()
+		resp, err := s.recv()
 		if err == nil {
 			s.take(resp)
 			continue
@@ -194,6 +201,19 @@ func (s *subscription) receive() (Message, error) {
 			return Message{}, err
 		}
 	}
+}
+
+// recv waits for the node, in a goroutine that is made for it. A process may have very many subscriptions on which hardly anything
+// happens, each in a goroutine that has served a request before. As deep as this is in gRPC, that one's stack would stay at
+// 16 KiB. So it stays at 8, and a fresh one needs 4.
+func (s *subscription) recv() (*sessiondv1.SubscribeResponse, error) {
+	stream := s.stream
+	go func() {
+		resp, err := stream.Recv()
+		s.received <- received{resp, err}
+	}()
+	r := <-s.received
+	return r.resp, r.err
 }
 
 // reconnect goes on after a break, with back-off, until it succeeds or trying again cannot help.
