@@ -395,6 +395,11 @@ func (f *feed) Stored(ctx context.Context, after uint64, yield func(message.Batc
 	s := f.s
 	octx, cancel := s.op(ctx)
 	defer cancel()
+	var known *room
+	if after == 0 {
+		known = s.hub.learn(f.id)
+		defer s.hub.abandon(known)
+	}
 	resp, err := s.kv.read(octx,
 		s.readSession(f.id, false),
 		clientv3.OpGet(s.keys.messages(f.id), clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithMinCreateRev(int64(after)+1)),
@@ -407,6 +412,7 @@ func (f *feed) Stored(ctx context.Context, after uint64, yield func(message.Batc
 		return session.ErrNotFound
 	}
 	f.born = sess.Kvs[0].CreateRevision
+	s.hub.learned(known, f.born, resp.Header.Revision, s.parts(all.Kvs))
 
 	var found []pushed
 	for _, kv := range all.Kvs {
