@@ -6,6 +6,7 @@ import (
 	"iter"
 	"log/slog"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -76,6 +77,7 @@ func (b *bench) create(count int) []string {
 func (b *bench) callers(count int, unit string, do func(caller int) error) {
 	b.Run(fmt.Sprintf("callers=%d", count), func(b *testing.B) {
 		b.ReportAllocs()
+		before := processorTime(b)
 		var wg sync.WaitGroup
 		for caller := range count {
 			wg.Go(func() {
@@ -89,7 +91,18 @@ func (b *bench) callers(count int, unit string, do func(caller int) error) {
 		}
 		wg.Wait()
 		b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), unit+"/s")
+		b.ReportMetric(float64((processorTime(b)-before).Microseconds())/float64(b.N), "cpu-µs/op")
 	})
+}
+
+// processorTime is what this process has used so far. A rate suffers from what else the machine does, this hardly.
+func processorTime(b *testing.B) time.Duration {
+	b.Helper()
+	var u syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
+		b.Fatal(err)
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // cycle is a whole locked request of a front-end: acquire with read, save with release.
