@@ -16,8 +16,8 @@ const (
 	cleanAfter = 300 * time.Millisecond
 	// When another node looks again, in case that the first has died.
 	cleanAgainAfter = 6 * time.Second
-	// How many sessions' leftovers are looked for at one go, two reads each.
-	cleanTogether = maxTxnOps / 2
+	// How many sessions' leftovers are looked for at one go, three reads each.
+	cleanTogether = maxTxnOps / 3
 	// How many sessions may wait for that. Beyond it, what they leave is left to its TTLs.
 	maxToClean = 200_000
 )
@@ -154,15 +154,27 @@ func (s *Store) cleanUp(ctx context.Context, sessions []string) error {
 		for _, prefix := range []string{s.keys.locksOf(id), s.keys.messagesOf(id)} {
 			looks = append(looks, clientv3.OpGet(prefix, clientv3.WithPrefix(), clientv3.WithLimit(1), clientv3.WithKeysOnly()))
 		}
+		looks = append(looks, clientv3.OpGet(s.keys.tailOf(id), clientv3.WithKeysOnly()))
 	}
 	found, err := s.kv.read(octx, looks...)
 	if err != nil {
 		return err
 	}
+	var tails []clientv3.Op // which may go in any case
+	for i, id := range sessions {
+		if len(found.Responses[3*i+2].GetResponseRange().Kvs) > 0 {
+			tails = append(tails, clientv3.OpDelete(s.keys.tailOf(id)))
+		}
+	}
+	if len(tails) > 0 {
+		if _, err := s.txn(octx, nil, tails, nil); err != nil {
+			return err
+		}
+	}
 	for i, id := range sessions {
 		var removals []clientv3.Op
 		for j, prefix := range []string{s.keys.locksOf(id), s.keys.messagesOf(id)} {
-			if len(found.Responses[2*i+j].GetResponseRange().Kvs) > 0 {
+			if len(found.Responses[3*i+j].GetResponseRange().Kvs) > 0 {
 				removals = append(removals, clientv3.OpDelete(prefix, clientv3.WithPrefix()))
 			}
 		}

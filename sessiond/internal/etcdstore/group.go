@@ -87,6 +87,10 @@ type step struct {
 
 	cmps      []clientv3.Cmp
 	then, els []clientv3.Op
+	// late makes, right before the step is sent, the last of what it does then, at most so many operations: reads of what
+	// changes quickly. Not nil only with most.
+	late func() []clientv3.Op
+	most int
 
 	bytes  int
 	answer chan answer
@@ -143,6 +147,7 @@ func (g *group) txn(ctx context.Context, s *step) (*clientv3.TxnResponse, error)
 		// In the caller's goroutine and with its context: there is nobody else's step in it.
 		defer g.started()()
 		g.sizes.Observe(1)
+		s.finish()
 		return g.send(ctx, s)
 	}
 	s.measure()
@@ -262,6 +267,7 @@ func (g *group) gather() []*step {
 		}
 		steps = append(steps, s)
 		ops, bytes = own, bytes+s.bytes
+		s.finish()
 	}
 	g.queue = rest
 	return steps
@@ -281,7 +287,15 @@ func (g *group) heard(err error, writes bool) {
 }
 
 // ops is how many operations etcd counts for a step.
-func (s *step) ops() int { return max(len(s.cmps), len(s.then), len(s.els)) }
+func (s *step) ops() int { return max(len(s.cmps), len(s.then)+s.most, len(s.els)) }
+
+// finish makes what is made late.
+func (s *step) finish() {
+	if s.late != nil {
+		s.then = append(s.then, s.late()...)
+		s.late, s.most = nil, 0
+	}
+}
 
 // measure finds out how many bytes a step takes in a request, at most.
 func (s *step) measure() {

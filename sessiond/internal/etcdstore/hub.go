@@ -62,6 +62,8 @@ type standing struct {
 	before   string      // the entry before it
 	revision int64       // as of which this is so
 	created  int64       // revision of its own entry
+	number   int64       // of its own entry
+	counter  int64       // what counted it
 	ready    time.Time   // until when its lease has enough left for a grant
 	term     uint64      // up to which that is known
 	session  clientv3.Op // reads what the grant is to show of the session
@@ -122,6 +124,27 @@ func (h *hub) crowded(w *waiter) bool {
 		}
 	}
 	return false
+}
+
+// chain returns an entry, and those of waiters on this node that are behind it one after the other with none between, as far as
+// they are known, most at most.
+func (h *hub) chain(sessionID string, entry made, most int) []made {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	entries := []made{entry}
+	waiters := h.waiters[escaper.Replace(sessionID)]
+	for n := 1; n < most && len(waiters) > 1; n++ {
+		for w := range waiters {
+			if before := entries[n-1]; w.known && w.standing.before == before.key && w.standing.created > before.created {
+				entries = append(entries, made{w.own, w.standing.created, w.standing.number, w.standing.counter})
+				break
+			}
+		}
+		if len(entries) == n {
+			break
+		}
+	}
+	return entries
 }
 
 // set says where the waiter's entry stands.

@@ -10,6 +10,7 @@ import (
 //
 //	s/<session>                                       session record
 //	l/<session>/<request>                             lock entry
+//	q/<session>                                       the key of the lock entry that was made last
 //	m/<session>/<stream>/<request>/c<n>               an earlier chunk of a message
 //	m/<session>/<stream>/<request>/e<bytes>-<chunks>  its last chunk, of that many bytes, after that many chunks
 //	n/<node>                                          a node that lives
@@ -48,6 +49,7 @@ func (k keys) locks(id string) string   { return k.locksOf(escaper.Replace(id)) 
 func (k keys) lock(id, request string) string {
 	return k.locks(id) + escaper.Replace(request)
 }
+func (k keys) tail(id string) string      { return k.tailOf(escaper.Replace(id)) }
 func (k keys) allLocks() string           { return k.prefix + "l/" }
 func (k keys) allNodes() string           { return k.prefix + "n/" }
 func (k keys) node(id string) string      { return k.allNodes() + id }
@@ -63,6 +65,7 @@ func (k keys) message(id, stream, request string) string {
 // These take an escaped id.
 func (k keys) sessionOf(escaped string) string  { return k.prefix + "s/" + escaped }
 func (k keys) locksOf(escaped string) string    { return k.allLocks() + escaped + "/" }
+func (k keys) tailOf(escaped string) string     { return k.prefix + "q/" + escaped }
 func (k keys) messagesOf(escaped string) string { return k.allMessages() + escaped + "/" }
 
 func chunkName(n int) string            { return fmt.Sprintf("c%03d", n) }

@@ -28,6 +28,7 @@ type leases struct {
 	lease  clientv3.Lease
 	grants *atomic.Int64
 	terms  *terms
+	window func(ttl time.Duration) time.Duration
 
 	mu      sync.Mutex
 	classes map[time.Duration]*leaseClass
@@ -47,11 +48,12 @@ type leaseClass struct {
 	keys   int
 }
 
-func newLeases(lease clientv3.Lease, grants *atomic.Int64, terms *terms) *leases {
+func newLeases(lease clientv3.Lease, grants *atomic.Int64, terms *terms, window func(ttl time.Duration) time.Duration) *leases {
 	return &leases{
 		lease:   lease,
 		grants:  grants,
 		terms:   terms,
+		window:  window,
 		classes: map[time.Duration]*leaseClass{},
 		known:   map[clientv3.LeaseID]sharedLease{},
 	}
@@ -68,6 +70,11 @@ func roundUp(d time.Duration) time.Duration {
 
 // take returns a lease that lives for at least ttl from now, and until when it does.
 func (l *leases) take(ctx context.Context, ttl time.Duration) (clientv3.LeaseID, time.Time, error) {
+	return l.takeFor(ctx, ttl, 0)
+}
+
+// takeFor is take for a key that is already on a lease.
+func (l *leases) takeFor(ctx context.Context, ttl time.Duration, on clientv3.LeaseID) (clientv3.LeaseID, time.Time, error) {
 	ttl = roundUp(ttl)
 	c := l.class(ttl)
 	select {
@@ -78,17 +85,19 @@ func (l *leases) take(ctx context.Context, ttl time.Duration) (clientv3.LeaseID,
 	defer func() { <-c.turn }()
 
 	now := time.Now() // the lease runs from a later moment on
-	if c.id == 0 || c.keys >= maxKeysPerLease || now.After(c.usable) {
-		resp, err := l.lease.Grant(ctx, int64((ttl+window(ttl))/time.Second))
+	if c.id == 0 || now.After(c.usable) || (c.keys >= maxKeysPerLease && c.id != on) {
+		resp, err := l.lease.Grant(ctx, int64((ttl+l.window(ttl))/time.Second))
 		if err != nil {
 			return 0, time.Time{}, err
 		}
 		l.grants.Add(1)
-		c.id, c.keys, c.usable = resp.ID, 0, now.Add(window(ttl))
+		c.id, c.keys, c.usable = resp.ID, 0, now.Add(l.window(ttl))
 		c.until = now.Add(time.Duration(resp.TTL) * time.Second)
 		l.remember(resp.ID, sharedLease{c.until, true})
 	}
-	c.keys++
+	if c.id != on {
+		c.keys++
+	}
 	return c.id, c.until, nil
 }
 

@@ -156,6 +156,8 @@ type place struct {
 	unsure  bool        // whether it wrote it
 	created int64
 	lease   pooled
+	number  int64  // of the entry; 0: not known
+	counter int64  // the revision at which what counts them was made
 	seen    uint64 // the term in which the entry was last looked at
 }
 
@@ -202,8 +204,15 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 		Holder: r.Holder, Node: s.node, Mark: s.marks.Add(1),
 		FrontEnd: r.FrontEnd, Attached: r.FrontEnd != "" && s.live.attached(r.FrontEnd), Term: l.granted,
 	}
+	tail, err := s.tails.lease(ctx, r.Session)
+	if err != nil {
+		s.pool.put(l)
+		p.value = ""
+		return v, false, err
+	}
 	p.value = p.record.encode()
 	about := s.keys.session(r.Session)
+	var around surroundings
 	entry := &step{
 		about: about,
 		role:  acquires, entry: p.key,
@@ -211,10 +220,13 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 		then: []clientv3.Op{
 			clientv3.OpPut(p.key, p.value, clientv3.WithLease(l.id)),
 			s.readSession(r.Session, r.Read),
-			// Who is before it in a queue is read afterwards: etcd sorts a queue by reading the whole of it, and within a
-			// write that would hold up everybody else's.
-			clientv3.OpGet(s.keys.locks(r.Session), clientv3.WithPrefix(), clientv3.WithCountOnly()),
+			clientv3.OpPut(s.keys.tail(r.Session), p.key, clientv3.WithLease(tail), clientv3.WithPrevKV()),
 		},
+		late: func() []clientv3.Op {
+			around = s.surroundings(r.Session)
+			return around.ops(s.keys)
+		},
+		most: maxChain + 1,
 		els: []clientv3.Op{
 			s.readSession(r.Session, false),
 			clientv3.OpGet(p.key),
@@ -230,6 +242,7 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 	resp, err := s.group.txn(ctx, entry)
 	switch {
 	case errors.Is(err, rpctypes.ErrLeaseNotFound):
+		s.tails.drop(ctx, tailTTL, tail) // of the two, one is gone
 		return v, true, nil
 	case errors.Is(err, errNotSent):
 		s.pool.put(l)
@@ -259,14 +272,27 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 	p.created, p.lease = resp.Header.Revision, l
 	s.pool.hold(p.key, p.created, l)
 	s.terms.see(resp.Header.RaftTerm)
-	sess, queue := resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
-	if known := resp.Header.RaftTerm <= p.lease.term; queue.Count > 1 || !known {
-		v, err = p.confirm(ctx, true, !known)
+	sess, tailBefore := resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponsePut().PrevKv
+	p.number, p.counter = 1, p.created
+	if tailBefore != nil {
+		p.number, p.counter = tailBefore.Version+1, tailBefore.CreateRevision
+	}
+	s.tails.setLast(r.Session, p.made(), tail)
+	at := around.found(resp.Responses[3:], p.made(), tailBefore)
+	at.first = at.first || ifFree
+	if sure := resp.Header.RaftTerm <= p.lease.term; !sure || (!at.first && at.holder == nil) {
+		v, err = p.confirm(ctx, true, !sure)
 		return v, false, err
 	}
-	s.hub.set(p.waiter, p.standing("", resp.Header.Revision))
-	v, err = s.view(ctx, r, resp.Header.Revision, sess.Kvs, nil, nil, 1)
-	return p.first(v), false, err
+	s.hub.set(p.waiter, p.standing(at.before, resp.Header.Revision))
+	if at.first {
+		v, err = s.view(ctx, r, resp.Header.Revision, sess.Kvs, nil, nil, 1)
+		return p.first(v), false, err
+	}
+	r.Read = false
+	v, err = s.view(ctx, r, resp.Header.Revision, sess.Kvs, nil, []*mvccpb.KeyValue{at.holder}, int64(at.waiting)+1)
+	v.Own, v.Until = p.own(), p.lease.until
+	return v, false, err
 }
 
 // takeOver makes the entry that an earlier call of the same request made this call's own, in its place and with its
@@ -311,6 +337,7 @@ func (p *place) takeOver(ctx context.Context, kv *mvccpb.KeyValue) (v lock.View,
 		return v, true, nil
 	}
 	p.created, p.lease = kv.CreateRevision, l
+	p.number, p.counter = 0, 0
 	s.terms.see(resp.Header.RaftTerm)
 	if resp.Header.RaftTerm > l.term {
 		v, err = p.confirm(ctx, true, true)
@@ -433,16 +460,29 @@ func (p *place) move(ctx context.Context) error {
 
 // first makes a view one of a queue whose first entry is the caller's.
 func (p *place) first(v lock.View) lock.View {
-	v.Own = &lock.Entry{Request: p.r.ID, Holder: p.r.Holder, Token: uint64(p.created)}
+	v.Own = p.own()
 	v.First, v.Until = v.Own, p.lease.until
-	p.s.pool.setFirst(p.key, p.created)
+	p.isFirst()
 	return v
+}
+
+// isFirst notes that the entry is the first of its queue.
+func (p *place) isFirst() {
+	p.s.pool.setFirst(p.key, p.created)
+	p.s.tails.setHead(p.r.Session, p.made())
+}
+
+func (p *place) made() made { return made{p.key, p.created, p.number, p.counter} }
+
+func (p *place) own() *lock.Entry {
+	return &lock.Entry{Request: p.r.ID, Holder: p.r.Holder, Token: uint64(p.created)}
 }
 
 // standing says where the entry stands as of a revision.
 func (p *place) standing(before string, revision int64) standing {
 	return standing{
 		before: before, revision: revision,
+		number: p.number, counter: p.counter,
 		created: p.created, ready: p.lease.until.Add(-enough(p.r.TTL)), term: p.lease.term,
 		session: p.s.readSession(p.r.Session, p.r.Read),
 	}
@@ -487,7 +527,7 @@ func (p *place) look(ctx context.Context, whole bool) (lock.View, error) {
 	v, err := s.view(ctx, r, resp.Header.Revision, sess, own, first, queue)
 	v.Until = p.lease.until
 	if v.Held() {
-		s.pool.setFirst(p.key, p.created)
+		p.isFirst()
 	}
 	return v, err
 }

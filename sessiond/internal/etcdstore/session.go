@@ -268,6 +268,7 @@ func (s *Store) DestroySession(ctx context.Context, id string) (bool, error) {
 		clientv3.OpDelete(key),
 		clientv3.OpDelete(s.keys.locks(id), clientv3.WithPrefix()),
 		clientv3.OpDelete(s.keys.messages(id), clientv3.WithPrefix()),
+		clientv3.OpDelete(s.keys.tail(id)),
 	}})
 	if err != nil {
 		return false, s.fail(ctx, err)

@@ -6,6 +6,7 @@
 //   - sessions and messages share leases by TTL (leases), lock entries take theirs out of a pool (pool), so that hardly
 //     any operation grants or revokes one;
 //   - what comes while a transaction is under way is sent together, as one transaction (group);
+//   - a new lock entry knows from the one made before it whether it is the first, without a look at the queue (tails);
 //   - a node has one watch for all its waiters and one for all its subscribers (hub), opened once: a watch that is opened
 //     for one waiter at a revision gone by would join etcd's slow group and cost 100 ms a hand-over;
 //   - what a session stores of messages is known from the same watches (room), so that a publish need not look whether there is room.
@@ -87,6 +88,7 @@ type Store struct {
 
 	group   *group
 	leases  *leases
+	tails   *tails
 	pool    *pool
 	hub     *hub
 	left    *leftovers
@@ -122,7 +124,8 @@ func Open(cfg Config) *Store {
 	if cfg.Metrics != nil {
 		cfg.Metrics.MustRegister(s.group.sizes)
 	}
-	s.leases = newLeases(s.lease, &s.grants, &s.terms)
+	s.leases = newLeases(s.lease, &s.grants, &s.terms, window)
+	s.tails = newTails(s.lease, &s.grants, &s.terms)
 	s.pool = newPool(s.lease, &s.grants, &s.terms)
 	s.left = newLeftovers()
 	s.health = newHealth()

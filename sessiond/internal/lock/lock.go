@@ -97,7 +97,7 @@ type View struct {
 	Exists bool
 	// Own is the caller's entry, First the holder's; nil if there is none.
 	Own, First *Entry
-	// Waiting is the number of entries behind the holder's.
+	// Waiting is the number of entries behind the holder's. That of a Join may count some that have gone.
 	Waiting int
 	// Until is when the TTL of Own ends, at the earliest.
 	Until time.Time
@@ -221,7 +221,7 @@ func (s *Service) Acquire(ctx context.Context, r Request) (Grant, error) {
 		case joined && view.First.Holder == r.Holder:
 			place.Leave(ctx)
 			return Grant{}, &AlreadyHeldError{Token: view.First.Token}
-		case joined && view.Waiting > s.maxWaiters:
+		case joined && view.Waiting > s.maxWaiters && s.full(ctx, r):
 			place.Leave(ctx)
 			return Grant{}, &TooManyWaitersError{Limit: s.maxWaiters}
 		}
@@ -244,6 +244,12 @@ func (s *Service) Acquire(ctx context.Context, r Request) (Grant, error) {
 		}
 		check.Stop()
 	}
+}
+
+// full says whether more wait for a lock than may. A store that does not answer leaves it at the caller's waiting.
+func (s *Service) full(ctx context.Context, r Request) bool {
+	view, err := s.store.Look(ctx, r)
+	return err == nil && view.Waiting > s.maxWaiters
 }
 
 // TryAcquire takes the lock if nobody holds it or waits for it. If somebody does, it returns the holder.
