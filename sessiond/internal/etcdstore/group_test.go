@@ -388,6 +388,38 @@ func TestGroupPatient(t *testing.T) {
 	}
 }
 
+// What is made late is made when the step is sent, and there is room for it.
+func TestGroupLate(t *testing.T) {
+	g, etcds, first := gated(t)
+	steps := []*step{putStep("a"), putStep("b")}
+	var made atomic.Int32
+	for _, s := range steps {
+		s.most = 2
+		s.late = func() []clientv3.Op {
+			made.Add(1)
+			return []clientv3.Op{clientv3.OpGet(s.about)}
+		}
+		if s.ops() != 3 {
+			t.Errorf("counts %d operations", s.ops())
+		}
+	}
+	outcomes := enqueue(t.Context(), t, g, steps...)
+	if made.Load() != 0 {
+		t.Error("made while it waits")
+	}
+	first.pass <- nil
+	both := <-etcds.arrived
+	if made.Load() != 2 {
+		t.Errorf("made %d times", made.Load())
+	}
+	both.pass <- nil
+	for i, done := range outcomes {
+		if o := <-done; o.err != nil || len(o.resp.Responses) != 2 || o.resp.Responses[1].GetResponseRange().Count != 1 {
+			t.Errorf("step %d: %v, %v", i, o.resp, o.err)
+		}
+	}
+}
+
 // What must not share a transaction does not wait for one another's.
 func TestGroupSendsTheRestToo(t *testing.T) {
 	g, etcds, first := gated(t)

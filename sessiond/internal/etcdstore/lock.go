@@ -196,6 +196,10 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 	if err := s.live.wait(ctx); err != nil {
 		return v, false, err
 	}
+	tail, err := s.tails.lease(ctx, r.Session)
+	if err != nil {
+		return v, false, err
+	}
 	l, err := s.pool.take(ctx, r.TTL)
 	if err != nil {
 		return v, false, err
@@ -203,12 +207,6 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 	p.record = entryRecord{
 		Holder: r.Holder, Node: s.node, Mark: s.marks.Add(1),
 		FrontEnd: r.FrontEnd, Attached: r.FrontEnd != "" && s.live.attached(r.FrontEnd), Term: l.granted,
-	}
-	tail, err := s.tails.lease(ctx, r.Session)
-	if err != nil {
-		s.pool.put(l)
-		p.value = ""
-		return v, false, err
 	}
 	p.value = p.record.encode()
 	about := s.keys.session(r.Session)

@@ -16,7 +16,7 @@ const (
 	// How long a tail is kept, from one to two times: while locks of a session are taken more often than that, it is there.
 	tailTTL = 30 * time.Second
 	// How many sessions' heads are remembered, at most.
-	maxHeads = 1 << 16
+	maxHeads = 1 << 14
 	// How many of a queue's first entries are read. While an acquire is under way, or waits for company, the lock may be handed
 	// over more than once.
 	maxChain = 3
