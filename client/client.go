@@ -30,6 +30,7 @@ import (
 
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/retry"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/attributes"
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
@@ -67,8 +68,13 @@ type Options struct {
 	// for the process. A client that gets its locks only by Acquire and releases them in time needs nothing else; one whose
 	// grants are to outlive it (released by another process) must not set it. Calls do not depend on it. Default: false.
 	Attach bool
-	// DialOptions are added to the client's own: per-call credentials, interceptors, statistics.
+	// DialOptions are added to the client's own: interceptors, for one.
 	DialOptions []grpc.DialOption
+	// Unary makes each call a gRPC call of its own. Otherwise the calls to a node that knows how share one stream, at a
+	// fraction of the cost; interceptors of unary calls and metadata work all the same, but gRPC's statistics
+	// handlers see one long call, and per-call credentials among DialOptions are asked only when the stream is opened. Set it
+	// for these. Default: false.
+	Unary bool
 }
 
 // Client talks to sessiond. Create one with [New] and keep it for the life of the process; it is safe for concurrent
@@ -81,10 +87,11 @@ type Client struct {
 	health      grpc_health_v1.HealthClient
 	callTimeout time.Duration
 	attached    *attachment // nil without Options.Attach
+	multiplexed *multiplexer
 }
 
 // serviceConfig spreads calls over all nodes whose health service says SERVING.
-const serviceConfig = `{"loadBalancingConfig":[{"round_robin":{}}],"healthCheckConfig":{"serviceName":""}}`
+var serviceConfig = `{"loadBalancingConfig":[{"` + balancerName + `":{}}],"healthCheckConfig":{"serviceName":""}}`
 
 // New returns a client of the nodes at the given addresses, each "host:port" or "unix:/path". It connects in the
 // background: a node that cannot be reached is not an error here, but calls fail with [ErrUnavailable] while none can.
@@ -106,7 +113,8 @@ func New(addresses []string, opts Options) (*Client, error) {
 		creds = insecure.NewCredentials()
 	}
 	nodes := manual.NewBuilderWithScheme("sessiond")
-	nodes.InitialState(resolver.State{Endpoints: endpoints})
+	multiplexed := newMultiplexer()
+	nodes.InitialState(resolver.State{Endpoints: endpoints, Attributes: attributes.New(multiplexerKey{}, multiplexed)})
 	dialOptions := append([]grpc.DialOption{
 		grpc.WithResolvers(nodes),
 		grpc.WithTransportCredentials(creds),
@@ -128,10 +136,15 @@ func New(addresses []string, opts Options) (*Client, error) {
 			retry.WithBackoff(retry.BackoffExponentialWithJitterBounded(25*time.Millisecond, 0.5, 500*time.Millisecond)),
 		)),
 	}, opts.DialOptions...)
+	if !opts.Unary {
+		dialOptions = append(dialOptions, grpc.WithChainUnaryInterceptor(multiplexed.intercept))
+	}
 	conn, err := grpc.NewClient("sessiond:///"+strings.Join(addresses, ","), dialOptions...)
 	if err != nil {
+		multiplexed.close()
 		return nil, fmt.Errorf("sessiond client: %w", err)
 	}
+	multiplexed.service = sessiondv1.NewMultiplexServiceClient(conn)
 	conn.Connect()
 	timeout := opts.CallTimeout
 	if timeout <= 0 {
@@ -144,6 +157,7 @@ func New(addresses []string, opts Options) (*Client, error) {
 		messages:    sessiondv1.NewMessageServiceClient(conn),
 		health:      grpc_health_v1.NewHealthClient(conn),
 		callTimeout: timeout,
+		multiplexed: multiplexed,
 	}
 	if opts.Attach {
 		c.attached = attach(c.locks, c.Ready)
@@ -163,7 +177,9 @@ func dial(ctx context.Context, address string) (net.Conn, error) {
 // Calls under way fail with [ErrUnavailable].
 func (c *Client) Close() error {
 	c.attached.close()
-	return c.conn.Close()
+	err := c.conn.Close()
+	c.multiplexed.close()
+	return err
 }
 
 // Attached reports whether the client is attached to a node at this moment (see [Options].Attach). It is not for a moment

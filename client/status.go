@@ -7,8 +7,10 @@ import (
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	spb "google.golang.org/genproto/googleapis/rpc/status"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
 )
@@ -171,3 +173,33 @@ func (e *Error) retriable() bool {
 	return !errors.Is(e.kind, context.DeadlineExceeded) && errors.Is(e.kind, ErrUnavailable) &&
 		e.Reason != sessiondv1.ErrorReason_ERROR_REASON_BACKEND_UNAVAILABLE
 }
+
+// What becomes of calls on a shared stream without a status from the node: the same as of unary calls.
+var (
+	errNodeGone       = status.Error(codes.Unavailable, "the connection to the node is gone")
+	errBrokenOff      = status.Error(codes.Unavailable, "the connection to the node broke before the answer")
+	errAnswerTooLarge = status.Errorf(codes.ResourceExhausted, "the answer is larger than %d bytes", maxMessageBytes)
+)
+
+// contextStatus is the status of a call whose context has ended.
+func contextStatus(ctx context.Context) error { return status.FromContextError(ctx.Err()).Err() }
+
+// decodeStatus decodes the status of a call that failed.
+func decodeStatus(encoded []byte) error {
+	var st spb.Status
+	if err := proto.Unmarshal(encoded, &st); err != nil {
+		return status.Errorf(codes.Internal, "decode status: %v", err)
+	}
+	return status.ErrorProto(&st)
+}
+
+// decodeAnswer decodes the answer to a call that did not.
+func decodeAnswer(encoded []byte, out proto.Message) error {
+	if err := proto.Unmarshal(encoded, out); err != nil {
+		return status.Errorf(codes.Internal, "decode response: %v", err)
+	}
+	return nil
+}
+
+// isUnknownMethod tells that a node does not know a method: it is older than this client.
+func isUnknownMethod(err error) bool { return status.Code(err) == codes.Unimplemented }

@@ -32,7 +32,14 @@ type bench struct {
 
 func newBench(b *testing.B) *bench {
 	b.Helper()
-	srv, err := sessiond.New(b.Context(), sessiond.Config{DataDir: b.TempDir(), Listen: "127.0.0.1:0", Logger: slog.New(slog.DiscardHandler)})
+	return newBenchOn(b, sessiond.Config{DataDir: b.TempDir()})
+}
+
+// newBenchOn runs a node with the store that a Config names.
+func newBenchOn(b *testing.B, cfg sessiond.Config) *bench {
+	b.Helper()
+	cfg.Listen, cfg.Logger = "127.0.0.1:0", slog.New(slog.DiscardHandler)
+	srv, err := sessiond.New(b.Context(), cfg)
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -46,11 +53,13 @@ func newBench(b *testing.B) *bench {
 		}
 	})
 	<-srv.Ready()
-	etcd, err := clientv3.New(clientv3.Config{Endpoints: srv.EtcdEndpoints()})
-	if err != nil {
-		b.Fatal(err)
+	var etcd *clientv3.Client
+	if endpoints := srv.EtcdEndpoints(); len(endpoints) > 0 {
+		if etcd, err = clientv3.New(clientv3.Config{Endpoints: endpoints}); err != nil {
+			b.Fatal(err)
+		}
+		b.Cleanup(func() { _ = etcd.Close() })
 	}
-	b.Cleanup(func() { _ = etcd.Close() })
 	sessions, err := client.New([]string{srv.Addr().String()}, client.Options{})
 	if err != nil {
 		b.Fatal(err)
@@ -215,5 +224,18 @@ func BenchmarkDeliver(b *testing.B) {
 				b.Fatal(err)
 			}
 		}
+	}
+}
+
+// BenchmarkTransport has callers read sessions that are kept in memory: what is left is the cost of a call, of client and node
+// together.
+func BenchmarkTransport(b *testing.B) {
+	bench := newBenchOn(b, sessiond.Config{Store: sessiond.StoreMemory})
+	ids := bench.create(128)
+	for _, count := range []int{1, 16, 128} {
+		bench.callers(count, "reads", func(caller int) error {
+			_, err := bench.sessions.Read(b.Context(), ids[caller])
+			return err
+		})
 	}
 }

@@ -31,6 +31,7 @@ type node struct {
 	sessions sessiondv1.SessionServiceClient
 	locks    sessiondv1.LockServiceClient
 	messages sessiondv1.MessageServiceClient
+	conn     *grpc.ClientConn
 	stop     func() error
 }
 
@@ -69,6 +70,7 @@ func serve(t *testing.T, srv *sessiond.Server, opts ...grpc.DialOption) *node {
 		sessions: sessiondv1.NewSessionServiceClient(conn),
 		locks:    sessiondv1.NewLockServiceClient(conn),
 		messages: sessiondv1.NewMessageServiceClient(conn),
+		conn:     conn,
 	}
 	n.stop = sync.OnceValue(func() error {
 		cancel()

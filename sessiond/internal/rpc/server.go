@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"time"
 
@@ -61,7 +62,25 @@ type Options struct {
 type Server struct {
 	*grpc.Server
 
-	health *health.Server
+	health  *health.Server
+	workers *workers
+}
+
+// Stop ends what is served at once. It must be called, after a GracefulStop as well.
+func (s *Server) Stop() {
+	s.Server.Stop()
+	s.workers.stop()
+}
+
+// chain makes one interceptor of several; the first one is the outermost.
+func chain(interceptors []grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
+	return func(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+		for _, i := range slices.Backward(interceptors) {
+			next := handler
+			handler = func(ctx context.Context, req any) (any, error) { return i(ctx, req, info, next) }
+		}
+		return handler(ctx, req)
+	}
 }
 
 // NewServer makes a Server. It reports itself as not serving until told otherwise.
@@ -76,6 +95,12 @@ func NewServer(o Options) *Server {
 		return fmt.Errorf("panic: %v\n%s", p, debug.Stack())
 	})
 	i := &interceptor{logger: o.Logger, drain: o.Drain}
+	unary := []grpc.UnaryServerInterceptor{
+		metrics.UnaryServerInterceptor(),
+		unaryLog(o.Logger, logging.UnaryServerInterceptor(logs, logOptions...)),
+		i.unary,
+		recovery.UnaryServerInterceptor(recovered),
+	}
 
 	s := &Server{
 		health: health.NewServer(),
@@ -86,12 +111,7 @@ func NewServer(o Options) *Server {
 			grpc.StaticConnWindowSize(connWindow),
 			grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: minPing, PermitWithoutStream: true}),
 			grpc.KeepaliveParams(keepalive.ServerParameters{Time: pingAfter, Timeout: pingTimeout}),
-			grpc.ChainUnaryInterceptor(
-				metrics.UnaryServerInterceptor(),
-				unaryLog(o.Logger, logging.UnaryServerInterceptor(logs, logOptions...)),
-				i.unary,
-				recovery.UnaryServerInterceptor(recovered),
-			),
+			grpc.ChainUnaryInterceptor(unary...),
 			grpc.ChainStreamInterceptor(
 				metrics.StreamServerInterceptor(),
 				logging.StreamServerInterceptor(logs, logOptions...),
@@ -100,9 +120,17 @@ func NewServer(o Options) *Server {
 			),
 		),
 	}
-	sessiondv1.RegisterSessionServiceServer(s, &sessionService{rules: o.Sessions})
-	sessiondv1.RegisterLockServiceServer(s, &lockService{rules: o.Locks, frontEnds: o.FrontEnds})
-	sessiondv1.RegisterMessageServiceServer(s, &messageService{rules: o.Messages})
+	// Its methods are those of the others.
+	m := &multiplexService{
+		methods: map[string]multiplexMethod{}, intercept: chain(unary), drain: o.Drain, workers: newWorkers(streamWorkers),
+	}
+	s.workers = m.workers
+	for _, to := range []grpc.ServiceRegistrar{s, m} {
+		sessiondv1.RegisterSessionServiceServer(to, &sessionService{rules: o.Sessions})
+		sessiondv1.RegisterLockServiceServer(to, &lockService{rules: o.Locks, frontEnds: o.FrontEnds})
+		sessiondv1.RegisterMessageServiceServer(to, &messageService{rules: o.Messages})
+	}
+	sessiondv1.RegisterMultiplexServiceServer(s, m)
 	healthpb.RegisterHealthServer(s, s.health)
 	reflection.Register(s)
 	metrics.InitializeMetrics(s)

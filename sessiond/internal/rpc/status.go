@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"errors"
+	"fmt"
 	"log/slog"
 	"strconv"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/protoadapt"
 	"google.golang.org/protobuf/types/known/durationpb"
 
@@ -140,3 +142,47 @@ func logLevel(code codes.Code) logging.Level {
 
 // errorLevel is the level of a call that ends with an error of gRPC, or with none.
 func errorLevel(err error) logging.Level { return logLevel(status.Code(err)) }
+
+// What gRPC itself would say of a unary call, for those on a shared stream.
+
+var errTooManyCalls = status.Errorf(codes.ResourceExhausted, "more than %d calls at once on one stream", maxMultiplexed)
+
+func noMethod(name string) error {
+	return status.Errorf(codes.Unimplemented, "no unary method %s", name)
+}
+
+func decode(request []byte, into any) error {
+	message, ok := into.(proto.Message)
+	if !ok {
+		return status.Errorf(codes.Internal, "cannot decode into %T", into)
+	}
+	if err := proto.Unmarshal(request, message); err != nil {
+		return status.Errorf(codes.Internal, "decode request: %v", err)
+	}
+	return nil
+}
+
+func encode(response any) ([]byte, error) {
+	message, ok := response.(proto.Message)
+	if !ok {
+		return nil, status.Errorf(codes.Internal, "cannot encode %T", response)
+	}
+	encoded, err := proto.Marshal(message)
+	if err != nil {
+		return nil, status.Errorf(codes.Internal, "encode response: %v", err)
+	}
+	return encoded, nil
+}
+
+// encodeStatus encodes the status that gRPC would make of a handler's error.
+func encodeStatus(err error) []byte {
+	st, ok := status.FromError(err)
+	if !ok {
+		st = status.FromContextError(err)
+	}
+	encoded, err := proto.Marshal(st.Proto())
+	if err != nil { // the text is not UTF-8
+		encoded, _ = proto.Marshal(status.New(st.Code(), fmt.Sprintf("%q", st.Message())).Proto())
+	}
+	return encoded
+}

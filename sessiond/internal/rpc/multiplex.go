@@ -1,0 +1,344 @@
+package rpc
+
+import (
+	"context"
+	"errors"
+	"io"
+	"maps"
+	"math"
+	"runtime"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
+
+	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
+)
+
+const (
+	// What one message with answers holds, about, and what one answer may take of it until all others have had a turn.
+	batchBytes, partBytes = 256 << 10, 64 << 10
+	// How much may wait to be sent on a stream before no more calls are read from it: the client does not read.
+	maxUnsentBytes = 16 << 20
+	// How many calls of one stream may run.
+	maxMultiplexed = 1 << 14
+)
+
+// multiplexService serves calls that come over one stream, each as if it were a unary call.
+//
+// A call over a stream costs neither a stream's set-up nor its headers, and shares writes to the socket, messages and wake-ups with
+// the calls that come and end at about the same time: what is there when the sender gets to run is sent as one message. Nothing
+// waits for more to come.
+type multiplexService struct {
+	sessiondv1.UnimplementedMultiplexServiceServer
+
+	methods   map[string]multiplexMethod
+	intercept grpc.UnaryServerInterceptor
+	drain     <-chan struct{}
+	workers   *workers
+}
+
+// multiplexMethod is a unary method with what serves it.
+type multiplexMethod struct {
+	handle  grpc.MethodHandler
+	service any
+}
+
+// RegisterService notes the unary methods of a service.
+func (m *multiplexService) RegisterService(desc *grpc.ServiceDesc, service any) {
+	for _, method := range desc.Methods {
+		m.methods["/"+desc.ServiceName+"/"+method.MethodName] = multiplexMethod{method.Handler, service}
+	}
+}
+
+type multiplexServer = grpc.BidiStreamingServer[sessiondv1.MultiplexRequest, sessiondv1.MultiplexResponse]
+
+// Multiplex returns when all calls of the stream have ended and are answered, or cannot be answered.
+func (m *multiplexService) Multiplex(stream multiplexServer) error {
+	// The first response has nothing in it: it says that calls are welcome.
+	if err := stream.Send(&sessiondv1.MultiplexResponse{}); err != nil {
+		return err
+	}
+	ctx, fail := context.WithCancelCause(stream.Context())
+	defer fail(nil)
+	s := &multiplexStream{multiplexService: m, ctx: ctx, running: map[uint64]context.CancelFunc{}}
+	s.opened, _ = metadata.FromIncomingContext(ctx)
+	s.changed.L = &s.mu
+	wake := context.AfterFunc(ctx, s.change(func() {}))
+	defer wake()
+
+	var sender, watcher sync.WaitGroup
+	sender.Go(func() {
+		if err := s.send(stream); err != nil {
+			fail(err)
+		}
+	})
+	read := make(chan struct{})
+	watcher.Go(func() {
+		select {
+		case <-m.drain:
+			s.change(func() { s.draining = true })()
+		case <-read:
+		}
+	})
+	err := s.read(stream)
+	if err != nil {
+		fail(err)
+	}
+	close(read)
+	watcher.Wait()
+	s.calls.Wait()
+	s.change(func() { s.finished = true })()
+	sender.Wait()
+	return context.Cause(ctx)
+}
+
+// multiplexStream is one stream with the calls on it.
+type multiplexStream struct {
+	*multiplexService
+
+	ctx    context.Context //nolint:containedctx // The stream's: calls end with it.
+	opened metadata.MD
+	calls  sync.WaitGroup
+
+	mu      sync.Mutex
+	changed sync.Cond
+	// running are the calls that want an answer, and how to cancel them; active counts those that were cancelled as well.
+	running map[uint64]context.CancelFunc
+	active  int
+	// unsent are the answers that wait to be sent, and bytes their size.
+	unsent   []*sessiondv1.MultiplexAnswer
+	bytes    int
+	draining bool
+	finished bool
+}
+
+// change returns a function that does something to the stream's state and tells all who wait for it to change.
+func (s *multiplexStream) change(do func()) func() {
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		do()
+		s.changed.Broadcast()
+	}
+}
+
+// read begins calls until the client sends no more, or the stream breaks.
+func (s *multiplexStream) read(stream multiplexServer) error {
+	for {
+		s.mu.Lock()
+		for s.bytes > maxUnsentBytes && s.ctx.Err() == nil {
+			s.changed.Wait()
+		}
+		s.mu.Unlock()
+		request, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		for _, call := range request.GetCalls() {
+			if err := s.begin(call); err != nil {
+				return err
+			}
+		}
+		for _, id := range request.GetCancelled() {
+			s.cancel(id)
+		}
+	}
+}
+
+func (s *multiplexStream) cancel(id uint64) {
+	s.mu.Lock()
+	cancel := s.running[id]
+	delete(s.running, id)
+	s.mu.Unlock()
+	if cancel != nil {
+		cancel()
+	}
+}
+
+// begin serves a call beside others.
+func (s *multiplexStream) begin(call *sessiondv1.MultiplexCall) error {
+	ctx, cancel := s.context(call)
+	s.mu.Lock()
+	if _, ok := s.running[call.GetId()]; ok {
+		s.mu.Unlock()
+		cancel()
+		var c check
+		c.fault("calls.id", "must not be that of a call that is not answered")
+		return c.err()
+	}
+	s.running[call.GetId()] = cancel
+	s.active++
+	tooMany := s.active > maxMultiplexed
+	s.mu.Unlock()
+	if tooMany {
+		s.answer(call.GetId(), nil, errTooManyCalls)
+		return nil
+	}
+	s.calls.Add(1)
+	s.workers.run(func() {
+		defer s.calls.Done()
+		response, err := s.serve(ctx, call)
+		s.answer(call.GetId(), response, err)
+	})
+	return nil
+}
+
+// context is what a unary call would have: a deadline, metadata, and the method's name.
+func (s *multiplexStream) context(call *sessiondv1.MultiplexCall) (context.Context, context.CancelFunc) {
+	ctx := grpc.NewContextWithServerTransportStream(s.ctx, multiplexedCall(call.GetMethod()))
+	if entries := call.GetMetadata(); len(entries) > 0 {
+		own := metadata.MD{}
+		for _, e := range entries {
+			own.Append(e.GetKey(), string(e.GetValue()))
+		}
+		merged := s.opened.Copy()
+		maps.Copy(merged, own)
+		ctx = metadata.NewIncomingContext(ctx, merged)
+	}
+	if us := call.GetTimeoutUs(); us > 0 && us < math.MaxInt64/1000 {
+		return context.WithTimeout(ctx, time.Duration(us)*time.Microsecond)
+	}
+	return context.WithCancel(ctx)
+}
+
+// serve does what gRPC does with a unary call.
+func (s *multiplexStream) serve(ctx context.Context, call *sessiondv1.MultiplexCall) ([]byte, error) {
+	method, ok := s.methods[call.GetMethod()]
+	if !ok {
+		return nil, noMethod(call.GetMethod())
+	}
+	response, err := method.handle(method.service, ctx, func(into any) error { return decode(call.GetRequest(), into) }, s.intercept)
+	if err != nil {
+		return nil, err
+	}
+	return encode(response)
+}
+
+// answer ends a call. One that was cancelled gets no answer.
+func (s *multiplexStream) answer(id uint64, response []byte, err error) {
+	a := &sessiondv1.MultiplexAnswer{Id: id, Response: response}
+	if err != nil {
+		a.Status = encodeStatus(err)
+	}
+	s.mu.Lock()
+	s.active--
+	cancel, wanted := s.running[id]
+	if wanted {
+		delete(s.running, id)
+		s.unsent = append(s.unsent, a)
+		s.bytes += len(a.GetResponse())
+		if len(s.unsent) == 1 {
+			s.changed.Broadcast()
+		}
+	}
+	s.mu.Unlock()
+	if wanted {
+		cancel()
+	}
+}
+
+// send sends what there is to be sent until the stream is finished or broken.
+func (s *multiplexStream) send(stream multiplexServer) error {
+	told := false
+	for {
+		s.mu.Lock()
+		for len(s.unsent) == 0 && !s.finished && (told || !s.draining) && s.ctx.Err() == nil {
+			s.changed.Wait()
+		}
+		s.mu.Unlock()
+		// Who can run now, and answers, goes first: this is what gathers answers.
+		runtime.Gosched()
+		s.mu.Lock()
+		if s.ctx.Err() != nil || s.finished && len(s.unsent) == 0 {
+			s.mu.Unlock()
+			return nil
+		}
+		response := &sessiondv1.MultiplexResponse{Draining: s.draining && !told}
+		told = s.draining
+		size := s.takeLocked(response)
+		s.mu.Unlock()
+		if err := stream.Send(response); err != nil {
+			return err
+		}
+		s.mu.Lock()
+		if s.bytes > maxUnsentBytes {
+			s.changed.Broadcast()
+		}
+		s.bytes -= size
+		s.mu.Unlock()
+	}
+}
+
+// takeLocked moves answers that wait to a response, and returns how large it is. An answer that is large goes in parts, with what
+// comes after it in between.
+func (s *multiplexStream) takeLocked(response *sessiondv1.MultiplexResponse) int {
+	size, taken := 0, 0
+	for taken < len(s.unsent) && size < batchBytes {
+		a := s.unsent[taken]
+		s.unsent[taken] = nil
+		taken++
+		if len(a.GetResponse()) > partBytes {
+			rest := &sessiondv1.MultiplexAnswer{Id: a.GetId(), Response: a.GetResponse()[partBytes:]}
+			s.unsent = append(s.unsent, rest)
+			a = &sessiondv1.MultiplexAnswer{Id: a.GetId(), Response: a.GetResponse()[:partBytes], More: true}
+		}
+		response.Answers = append(response.Answers, a)
+		size += len(a.GetResponse())
+	}
+	s.unsent = append(s.unsent[:0], s.unsent[taken:]...)
+	return size
+}
+
+// multiplexedCall is what a handler can ask about its call by way of gRPC: the method's name.
+type multiplexedCall string
+
+func (c multiplexedCall) Method() string { return string(c) }
+
+var errNoHeaders = errors.New("a call on a shared stream has no headers and trailers of its own")
+
+func (multiplexedCall) SetHeader(metadata.MD) error  { return errNoHeaders }
+func (multiplexedCall) SendHeader(metadata.MD) error { return errNoHeaders }
+func (multiplexedCall) SetTrailer(metadata.MD) error { return errNoHeaders }
+
+// workers are goroutines that serve calls one after the other, for the reason that gRPC's own have (streamWorkers).
+type workers struct {
+	calls   chan func()
+	running sync.WaitGroup
+	stop    func()
+}
+
+func newWorkers(count int) *workers {
+	w := &workers{calls: make(chan func())}
+	stopped := make(chan struct{})
+	w.stop = sync.OnceFunc(func() {
+		close(stopped)
+		w.running.Wait()
+	})
+	for range count {
+		w.running.Go(func() {
+			for {
+				select {
+				case serve := <-w.calls:
+					serve()
+				case <-stopped:
+					return
+				}
+			}
+		})
+	}
+	return w
+}
+
+// run has a worker serve a call, or a goroutine of its own if all are taken.
+func (w *workers) run(serve func()) {
+	select {
+	case w.calls <- serve:
+	default:
+		go serve()
+	}
+}
