@@ -32,9 +32,13 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // startNode runs a sessiond on embedded etcd and returns a client of it.
 func startNode(t *testing.T) *client.Client {
 	t.Helper()
-	node, err := sessiond.New(t.Context(), sessiond.Config{
-		DataDir: t.TempDir(), Listen: "127.0.0.1:0", Logger: slog.New(slog.DiscardHandler),
-	})
+	return startNodeWith(t, sessiond.Config{DataDir: t.TempDir()})
+}
+
+func startNodeWith(t *testing.T, cfg sessiond.Config) *client.Client {
+	t.Helper()
+	cfg.Listen, cfg.Logger = "127.0.0.1:0", slog.New(slog.DiscardHandler)
+	node, err := sessiond.New(t.Context(), cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -233,6 +237,11 @@ func (f *fake) Subscribe(req *sessiondv1.SubscribeRequest, stream grpc.ServerStr
 
 func (f *fake) start(t *testing.T, serving grpc_health_v1.HealthCheckResponse_ServingStatus) string {
 	t.Helper()
+	return f.startWith(t, serving, func(*grpc.Server) {})
+}
+
+func (f *fake) startWith(t *testing.T, serving grpc_health_v1.HealthCheckResponse_ServingStatus, register func(*grpc.Server)) string {
+	t.Helper()
 	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -241,6 +250,7 @@ func (f *fake) start(t *testing.T, serving grpc_health_v1.HealthCheckResponse_Se
 	sessiondv1.RegisterSessionServiceServer(srv, f)
 	sessiondv1.RegisterLockServiceServer(srv, f)
 	sessiondv1.RegisterMessageServiceServer(srv, f)
+	register(srv)
 	hs := health.NewServer()
 	hs.SetServingStatus("", serving)
 	grpc_health_v1.RegisterHealthServer(srv, hs)
