@@ -26,7 +26,7 @@ type MultiplexRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Calls that begin.
 	Calls []*MultiplexCall `protobuf:"bytes,1,rep,name=calls,proto3" json:"calls,omitempty"`
-	// The ids of calls that the client has given up: they are cancelled and not answered.
+	// The ids of calls that are given up: they are cancelled, and not answered unless that has happened already.
 	Cancelled     []uint64 `protobuf:"varint,2,rep,packed,name=cancelled,proto3" json:"cancelled,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -79,13 +79,13 @@ func (x *MultiplexRequest) GetCancelled() []uint64 {
 // MultiplexCall is a call.
 type MultiplexCall struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Names the call. Unique among those of the stream that are not answered.
+	// Names the call. Unique among the calls of the stream that are neither answered nor cancelled.
 	Id uint64 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
 	// The full name of the method: "/sessiond.v1.SessionService/Read".
 	Method string `protobuf:"bytes,2,opt,name=method,proto3" json:"method,omitempty"`
-	// The time left until the call's deadline, in microseconds, from the moment that this is read. Unset: none.
+	// How long the call may take, in microseconds, from the moment that the node reads this. Unset: as long as it takes.
 	TimeoutUs uint64 `protobuf:"varint,3,opt,name=timeout_us,json=timeoutUs,proto3" json:"timeout_us,omitempty"`
-	// Metadata of the call. What the stream was opened with applies to all of its calls, except for keys that are here.
+	// Metadata of the call. That of the stream applies as well, but for keys that are here.
 	Metadata []*MultiplexMetadata `protobuf:"bytes,4,rep,name=metadata,proto3" json:"metadata,omitempty"`
 	// The method's request, encoded.
 	Request       []byte `protobuf:"bytes,5,opt,name=request,proto3" json:"request,omitempty"`
@@ -218,7 +218,7 @@ type MultiplexResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Answers, or parts of such.
 	Answers []*MultiplexAnswer `protobuf:"bytes,1,rep,name=answers,proto3" json:"answers,omitempty"`
-	// The node shuts down: send no more calls, and half-close.
+	// The node shuts down: send no more calls, and half-close the stream.
 	Draining      bool `protobuf:"varint,2,opt,name=draining,proto3" json:"draining,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -268,12 +268,12 @@ func (x *MultiplexResponse) GetDraining() bool {
 	return false
 }
 
-// MultiplexAnswer is the answer to a call, or a part of one that is large, so that others need not wait for all of it.
+// MultiplexAnswer is the answer to a call, or a part of one: a large one comes in parts, and others in between.
 type MultiplexAnswer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The call's id.
 	Id uint64 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
-	// The method's response, encoded; if it comes in parts, to be put together in this order.
+	// The method's response, encoded. Parts of one are put together in the order in which they come.
 	Response []byte `protobuf:"bytes,2,opt,name=response,proto3" json:"response,omitempty"`
 	// More parts follow.
 	More bool `protobuf:"varint,3,opt,name=more,proto3" json:"more,omitempty"`

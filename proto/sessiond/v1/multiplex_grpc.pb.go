@@ -26,17 +26,20 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// MultiplexService carries many unary calls of the other services over one stream. It saves most of what a gRPC call of its own
-// costs; nothing else depends on it. The Go client uses it; a client that does not know it makes the same calls one by
-// one.
+// MultiplexService carries unary calls of the other services over one stream, which saves most of what a gRPC call of its own
+// costs. The Go client uses it, and makes the same calls as unary ones to a node that does not know it; nothing depends on it.
 type MultiplexServiceClient interface {
-	// Multiplex takes calls and answers them, in any order, each as soon as it has ended. A call is treated as a unary call of the
-	// same method would be: the same checks, limits, statuses and metrics.
+	// Multiplex takes calls and answers each as soon as it has ended, in any order. A call is treated as a unary call of its
+	// method is: the same checks, limits, metrics and statuses. Deadline, metadata and cancellation are each call's own; the calls
+	// of a stream end with it. At most 16,384 at once; what is more is refused with RESOURCE_EXHAUSTED.
 	//
-	// Calls that have no answer when the stream ends with an error have an unknown outcome; those not read yet have not begun.
-	// When the node shuts down it says so with draining: send no more calls, and half-close. It answers what it has read, then
-	// ends the stream without an error. Calls sent after that are refused with SHUTTING_DOWN.
-	// Reasons: SHUTTING_DOWN, INVALID_ARGUMENT (a call id in use, an unknown method that is not answered by itself).
+	// The first response has nothing in it: the node takes calls. It may be waited for, to find out whether the node knows this
+	// method.
+	//
+	// When the stream ends with an error, calls that were sent and have no answer have an unknown outcome. A node that shuts
+	// down says so first (MultiplexResponse.draining); calls that it reads after that are refused with SHUTTING_DOWN. When the
+	// client has half-closed the stream, the node answers all calls and then ends it without an error.
+	// Reasons: SHUTTING_DOWN (no call was begun), INVALID_ARGUMENT (two calls with one id).
 	Multiplex(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[MultiplexRequest, MultiplexResponse], error)
 }
 
@@ -65,17 +68,20 @@ type MultiplexService_MultiplexClient = grpc.BidiStreamingClient[MultiplexReques
 // All implementations must embed UnimplementedMultiplexServiceServer
 // for forward compatibility.
 //
-// MultiplexService carries many unary calls of the other services over one stream. It saves most of what a gRPC call of its own
-// costs; nothing else depends on it. The Go client uses it; a client that does not know it makes the same calls one by
-// one.
+// MultiplexService carries unary calls of the other services over one stream, which saves most of what a gRPC call of its own
+// costs. The Go client uses it, and makes the same calls as unary ones to a node that does not know it; nothing depends on it.
 type MultiplexServiceServer interface {
-	// Multiplex takes calls and answers them, in any order, each as soon as it has ended. A call is treated as a unary call of the
-	// same method would be: the same checks, limits, statuses and metrics.
+	// Multiplex takes calls and answers each as soon as it has ended, in any order. A call is treated as a unary call of its
+	// method is: the same checks, limits, metrics and statuses. Deadline, metadata and cancellation are each call's own; the calls
+	// of a stream end with it. At most 16,384 at once; what is more is refused with RESOURCE_EXHAUSTED.
 	//
-	// Calls that have no answer when the stream ends with an error have an unknown outcome; those not read yet have not begun.
-	// When the node shuts down it says so with draining: send no more calls, and half-close. It answers what it has read, then
-	// ends the stream without an error. Calls sent after that are refused with SHUTTING_DOWN.
-	// Reasons: SHUTTING_DOWN, INVALID_ARGUMENT (a call id in use, an unknown method that is not answered by itself).
+	// The first response has nothing in it: the node takes calls. It may be waited for, to find out whether the node knows this
+	// method.
+	//
+	// When the stream ends with an error, calls that were sent and have no answer have an unknown outcome. A node that shuts
+	// down says so first (MultiplexResponse.draining); calls that it reads after that are refused with SHUTTING_DOWN. When the
+	// client has half-closed the stream, the node answers all calls and then ends it without an error.
+	// Reasons: SHUTTING_DOWN (no call was begun), INVALID_ARGUMENT (two calls with one id).
 	Multiplex(grpc.BidiStreamingServer[MultiplexRequest, MultiplexResponse]) error
 	mustEmbedUnimplementedMultiplexServiceServer()
 }
