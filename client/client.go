@@ -13,6 +13,13 @@
 // ([ErrUnavailable] from a node whose etcd cannot be reached) is reported at once and never retried here: the caller
 // knows better than the client whether to wait.
 //
+// # How calls travel
+//
+// Calls to a node share one stream (MultiplexService), which takes less than half of the processor time of a gRPC call each; calls that
+// are made at the same time travel together, and none waits for another. Nodes take turns call by call, and errors, deadlines and
+// cancellations are those of unary calls. Unary calls are made where there is no such stream: to older nodes, while a connection is new,
+// and with requests over 64 KiB.
+//
 // # When the process dies
 //
 // With [Options].Attach the client attaches to the service as a front-end, and its locks go with it: they are released
@@ -70,10 +77,9 @@ type Options struct {
 	Attach bool
 	// DialOptions are added to the client's own: interceptors, for one.
 	DialOptions []grpc.DialOption
-	// Unary makes each call a gRPC call of its own. Otherwise the calls to a node that knows how share one stream, at a
-	// fraction of the cost; interceptors of unary calls and metadata work all the same, but gRPC's statistics
-	// handlers see one long call, and per-call credentials among DialOptions are asked only when the stream is opened. Set it
-	// for these. Default: false.
+	// Unary makes each call a gRPC call of its own; otherwise the calls to a node share one stream. Interceptors of unary
+	// calls and metadata work in both ways, but for what gRPC does by itself for each call it has to be set: statistics handlers
+	// and per-call credentials among DialOptions, and proxies that spread calls over nodes. Default: false.
 	Unary bool
 }
 

@@ -62,7 +62,7 @@ func (m *multiplexService) Multiplex(stream multiplexServer) error {
 	}
 	ctx, fail := context.WithCancelCause(stream.Context())
 	defer fail(nil)
-	s := &multiplexStream{multiplexService: m, ctx: ctx, running: map[uint64]context.CancelFunc{}}
+	s := &multiplexStream{multiplexService: m, ctx: ctx, running: map[uint64]*runningCall{}}
 	s.opened, _ = metadata.FromIncomingContext(ctx)
 	s.changed.L = &s.mu
 	wake := context.AfterFunc(ctx, s.change(func() {}))
@@ -104,14 +104,21 @@ type multiplexStream struct {
 
 	mu      sync.Mutex
 	changed sync.Cond
-	// running are the calls that want an answer, and how to cancel them; active counts those that were cancelled as well.
-	running map[uint64]context.CancelFunc
+	// running are the calls that want an answer, by their ids; active counts those that were cancelled as well.
+	running map[uint64]*runningCall
 	active  int
 	// unsent are the answers that wait to be sent, and bytes their size.
 	unsent   []*sessiondv1.MultiplexAnswer
 	bytes    int
 	draining bool
 	finished bool
+}
+
+// runningCall is a call of which the handler has not returned.
+type runningCall struct {
+	ctx    context.Context //nolint:containedctx // The call's.
+	cancel context.CancelFunc
+	call   *sessiondv1.MultiplexCall
 }
 
 // change returns a function that does something to the stream's state and tells all who wait for it to change.
@@ -152,38 +159,39 @@ func (s *multiplexStream) read(stream multiplexServer) error {
 
 func (s *multiplexStream) cancel(id uint64) {
 	s.mu.Lock()
-	cancel := s.running[id]
+	c := s.running[id]
 	delete(s.running, id)
 	s.mu.Unlock()
-	if cancel != nil {
-		cancel()
+	if c != nil {
+		c.cancel()
 	}
 }
 
 // begin serves a call beside others.
 func (s *multiplexStream) begin(call *sessiondv1.MultiplexCall) error {
-	ctx, cancel := s.context(call)
+	c := &runningCall{call: call}
+	c.ctx, c.cancel = s.context(call)
 	s.mu.Lock()
-	if _, ok := s.running[call.GetId()]; ok {
+	if s.running[call.GetId()] != nil {
 		s.mu.Unlock()
-		cancel()
-		var c check
-		c.fault("calls.id", "must not be that of a call that is not answered")
-		return c.err()
+		c.cancel()
+		var faults check
+		faults.fault("calls.id", "must not be that of a call under way")
+		return faults.err()
 	}
-	s.running[call.GetId()] = cancel
+	s.running[call.GetId()] = c
 	s.active++
 	tooMany := s.active > maxMultiplexed
 	s.mu.Unlock()
 	if tooMany {
-		s.answer(call.GetId(), nil, errTooManyCalls)
+		s.answer(c, nil, errTooManyCalls)
 		return nil
 	}
 	s.calls.Add(1)
 	s.workers.run(func() {
 		defer s.calls.Done()
-		response, err := s.serve(ctx, call)
-		s.answer(call.GetId(), response, err)
+		response, err := s.serve(c.ctx, call)
+		s.answer(c, response, err)
 	})
 	return nil
 }
@@ -220,16 +228,15 @@ func (s *multiplexStream) serve(ctx context.Context, call *sessiondv1.MultiplexC
 }
 
 // answer ends a call. One that was cancelled gets no answer.
-func (s *multiplexStream) answer(id uint64, response []byte, err error) {
-	a := &sessiondv1.MultiplexAnswer{Id: id, Response: response}
+func (s *multiplexStream) answer(c *runningCall, response []byte, err error) {
+	a := &sessiondv1.MultiplexAnswer{Id: c.call.GetId(), Response: response}
 	if err != nil {
 		a.Status = encodeStatus(err)
 	}
 	s.mu.Lock()
 	s.active--
-	cancel, wanted := s.running[id]
-	if wanted {
-		delete(s.running, id)
+	if s.running[a.GetId()] == c {
+		delete(s.running, a.GetId())
 		s.unsent = append(s.unsent, a)
 		s.bytes += len(a.GetResponse())
 		if len(s.unsent) == 1 {
@@ -237,9 +244,7 @@ func (s *multiplexStream) answer(id uint64, response []byte, err error) {
 		}
 	}
 	s.mu.Unlock()
-	if wanted {
-		cancel()
-	}
+	c.cancel()
 }
 
 // send sends what there is to be sent until the stream is finished or broken.

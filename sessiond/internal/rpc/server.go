@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"log/slog"
 	"runtime/debug"
-	"slices"
 	"strings"
 	"time"
 
@@ -74,12 +73,12 @@ func (s *Server) Stop() {
 
 // chain makes one interceptor of several; the first one is the outermost.
 func chain(interceptors []grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
+	if len(interceptors) == 1 {
+		return interceptors[0]
+	}
+	outermost, inner := interceptors[0], chain(interceptors[1:])
 	return func(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-		for _, i := range slices.Backward(interceptors) {
-			next := handler
-			handler = func(ctx context.Context, req any) (any, error) { return i(ctx, req, info, next) }
-		}
-		return handler(ctx, req)
+		return outermost(ctx, req, info, func(ctx context.Context, req any) (any, error) { return inner(ctx, req, info, handler) })
 	}
 }
 
