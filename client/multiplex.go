@@ -137,6 +137,9 @@ type sharedStream struct {
 	ready atomic.Bool
 	again atomic.Pointer[time.Time]
 
+	stream multiplexClient
+	fail   context.CancelFunc
+
 	mu      sync.Mutex
 	changed sync.Cond
 	lastID  uint64
@@ -147,6 +150,8 @@ type sharedStream struct {
 	cancelled []uint64
 	// closing says that the stream takes no more calls, ended that it has broken, or answered all.
 	closing, ended bool
+	// sending says that somebody sends, heard that the node has answered since something was sent.
+	sending, heard bool
 }
 
 // sharedCall is a call on a stream. Its lock is the stream's.
@@ -182,14 +187,15 @@ func (s *sharedStream) run(ctx context.Context, service sessiondv1.MultiplexServ
 	case err != nil || !timer.Stop():
 		return openAgain
 	}
+	s.stream, s.fail = stream, cancel
 	var sender sync.WaitGroup
 	sender.Go(func() {
-		if s.send(stream) != nil {
+		if s.send() != nil {
 			cancel()
 		}
 	})
 	s.ready.Store(true)
-	s.receive(stream)
+	s.receive()
 	s.ready.Store(false)
 	s.end()
 	cancel()
@@ -198,33 +204,49 @@ func (s *sharedStream) run(ctx context.Context, service sessiondv1.MultiplexServ
 }
 
 // send sends what there is to be sent until the stream ends, or takes no more calls.
-func (s *sharedStream) send(stream multiplexClient) error {
+func (s *sharedStream) send() error {
 	for {
 		s.mu.Lock()
-		for len(s.unsent) == 0 && len(s.cancelled) == 0 && !s.closing && !s.ended {
+		for !s.ended && (s.sending || len(s.unsent) == 0 && len(s.cancelled) == 0 && !s.closing) {
 			s.changed.Wait()
 		}
 		s.mu.Unlock()
 		// Who can run now, and calls, goes first: this is what gathers calls.
 		runtime.Gosched()
 		s.mu.Lock()
-		if s.ended {
+		switch {
+		case s.ended:
 			s.mu.Unlock()
 			return nil
+		case s.sending:
+			s.mu.Unlock()
+			continue
 		}
-		request := s.takeLocked()
 		closing := s.closing && len(s.unsent) == 0
-		s.mu.Unlock()
-		if len(request.GetCalls()) > 0 || len(request.GetCancelled()) > 0 {
-			if err := stream.Send(request); err != nil {
-				return err
+		if err := s.sendLocked(); err != nil || closing {
+			s.mu.Unlock()
+			if err == nil {
+				// What is cancelled from now on the node ends by itself, for it shuts down.
+				err = s.stream.CloseSend()
 			}
+			return err
 		}
-		if closing {
-			// What is cancelled from now on the node ends by itself, for it shuts down.
-			return stream.CloseSend()
-		}
+		s.mu.Unlock()
 	}
+}
+
+// sendLocked sends what waits for it, about as much as a message holds. The lock is not held meanwhile.
+func (s *sharedStream) sendLocked() error {
+	request := s.takeLocked()
+	if len(request.GetCalls()) == 0 && len(request.GetCancelled()) == 0 {
+		return nil
+	}
+	s.sending, s.heard = true, false
+	s.mu.Unlock()
+	err := s.stream.Send(request)
+	s.mu.Lock()
+	s.sending = false
+	return err
 }
 
 // takeLocked moves what waits to be sent to a request.
@@ -245,13 +267,14 @@ func (s *sharedStream) takeLocked() *sessiondv1.MultiplexRequest {
 }
 
 // receive hands out answers until the stream ends.
-func (s *sharedStream) receive(stream multiplexClient) {
+func (s *sharedStream) receive() {
 	for {
-		response, err := stream.Recv()
+		response, err := s.stream.Recv()
 		if err != nil {
 			return
 		}
 		s.mu.Lock()
+		s.heard = true
 		for _, a := range response.GetAnswers() {
 			c := s.calls[a.GetId()]
 			if c == nil {
@@ -360,9 +383,19 @@ func (s *sharedStream) begin(c *sharedCall) bool {
 	c.Id = s.lastID
 	s.calls[c.Id] = c
 	s.unsent = append(s.unsent, c)
-	if len(s.unsent) == 1 {
-		s.changed.Signal()
+	// A call that is alone is sent at once, without waking the sender; not to a node that may have ceased to read, for that could
+	// take longer than the call may.
+	if len(s.calls) == 1 && s.heard && !s.sending {
+		if s.sendLocked() != nil {
+			s.fail()
+		}
+		if len(s.unsent) == 0 && len(s.cancelled) == 0 && !s.closing && !s.ended {
+			return true
+		}
+	} else if len(s.unsent) > 1 {
+		return true
 	}
+	s.changed.Signal()
 	return true
 }
 

@@ -62,7 +62,7 @@ func (m *multiplexService) Multiplex(stream multiplexServer) error {
 	}
 	ctx, fail := context.WithCancelCause(stream.Context())
 	defer fail(nil)
-	s := &multiplexStream{multiplexService: m, ctx: ctx, running: map[uint64]*runningCall{}}
+	s := &multiplexStream{multiplexService: m, stream: stream, ctx: ctx, fail: fail, running: map[uint64]*runningCall{}}
 	s.opened, _ = metadata.FromIncomingContext(ctx)
 	s.changed.L = &s.mu
 	wake := context.AfterFunc(ctx, s.change(func() {}))
@@ -70,7 +70,7 @@ func (m *multiplexService) Multiplex(stream multiplexServer) error {
 
 	var sender, watcher sync.WaitGroup
 	sender.Go(func() {
-		if err := s.send(stream); err != nil {
+		if err := s.send(); err != nil {
 			fail(err)
 		}
 	})
@@ -82,7 +82,7 @@ func (m *multiplexService) Multiplex(stream multiplexServer) error {
 		case <-read:
 		}
 	})
-	err := s.read(stream)
+	err := s.read()
 	if err != nil {
 		fail(err)
 	}
@@ -98,7 +98,9 @@ func (m *multiplexService) Multiplex(stream multiplexServer) error {
 type multiplexStream struct {
 	*multiplexService
 
+	stream multiplexServer
 	ctx    context.Context //nolint:containedctx // The stream's: calls end with it.
+	fail   context.CancelCauseFunc
 	opened metadata.MD
 	calls  sync.WaitGroup
 
@@ -108,10 +110,12 @@ type multiplexStream struct {
 	running map[uint64]*runningCall
 	active  int
 	// unsent are the answers that wait to be sent, and bytes their size.
-	unsent   []*sessiondv1.MultiplexAnswer
-	bytes    int
-	draining bool
-	finished bool
+	unsent []*sessiondv1.MultiplexAnswer
+	bytes  int
+	// sending says that somebody sends, told that the client has been told of draining.
+	sending        bool
+	draining, told bool
+	finished       bool
 }
 
 // runningCall is a call of which the handler has not returned.
@@ -132,14 +136,14 @@ func (s *multiplexStream) change(do func()) func() {
 }
 
 // read begins calls until the client sends no more, or the stream breaks.
-func (s *multiplexStream) read(stream multiplexServer) error {
+func (s *multiplexStream) read() error {
 	for {
 		s.mu.Lock()
 		for s.bytes > maxUnsentBytes && s.ctx.Err() == nil {
 			s.changed.Wait()
 		}
 		s.mu.Unlock()
-		request, err := stream.Recv()
+		request, err := s.stream.Recv()
 		if errors.Is(err, io.EOF) {
 			return nil
 		}
@@ -239,7 +243,15 @@ func (s *multiplexStream) answer(c *runningCall, response []byte, err error) {
 		delete(s.running, a.GetId())
 		s.unsent = append(s.unsent, a)
 		s.bytes += len(a.GetResponse())
-		if len(s.unsent) == 1 {
+		// An answer with no other call under way is sent at once, without waking the sender.
+		if len(s.running) == 0 && len(s.unsent) == 1 && !s.sending && s.ctx.Err() == nil {
+			if err := s.sendLocked(); err != nil {
+				s.fail(err)
+			}
+			if len(s.unsent) > 0 || s.draining && !s.told || s.finished {
+				s.changed.Broadcast()
+			}
+		} else if len(s.unsent) == 1 {
 			s.changed.Broadcast()
 		}
 	}
@@ -248,35 +260,46 @@ func (s *multiplexStream) answer(c *runningCall, response []byte, err error) {
 }
 
 // send sends what there is to be sent until the stream is finished or broken.
-func (s *multiplexStream) send(stream multiplexServer) error {
-	told := false
+func (s *multiplexStream) send() error {
 	for {
 		s.mu.Lock()
-		for len(s.unsent) == 0 && !s.finished && (told || !s.draining) && s.ctx.Err() == nil {
+		for s.ctx.Err() == nil && (s.sending || len(s.unsent) == 0 && !s.finished && (s.told || !s.draining)) {
 			s.changed.Wait()
 		}
 		s.mu.Unlock()
 		// Who can run now, and answers, goes first: this is what gathers answers.
 		runtime.Gosched()
 		s.mu.Lock()
-		if s.ctx.Err() != nil || s.finished && len(s.unsent) == 0 {
-			s.mu.Unlock()
-			return nil
+		var err error
+		ended := s.ctx.Err() != nil || s.finished && len(s.unsent) == 0 && !s.sending
+		if !ended && !s.sending {
+			err = s.sendLocked()
 		}
-		response := &sessiondv1.MultiplexResponse{Draining: s.draining && !told}
-		told = s.draining
-		size := s.takeLocked(response)
 		s.mu.Unlock()
-		if err := stream.Send(response); err != nil {
+		if err != nil || ended {
 			return err
 		}
-		s.mu.Lock()
-		if s.bytes > maxUnsentBytes {
-			s.changed.Broadcast()
-		}
-		s.bytes -= size
-		s.mu.Unlock()
 	}
+}
+
+// sendLocked sends what waits for it, about as much as a message holds. The lock is not held meanwhile.
+func (s *multiplexStream) sendLocked() error {
+	response := &sessiondv1.MultiplexResponse{Draining: s.draining && !s.told}
+	s.told = s.draining
+	size := s.takeLocked(response)
+	if len(response.GetAnswers()) == 0 && !response.GetDraining() {
+		return nil
+	}
+	s.sending = true
+	s.mu.Unlock()
+	err := s.stream.Send(response)
+	s.mu.Lock()
+	s.sending = false
+	if s.bytes > maxUnsentBytes {
+		s.changed.Broadcast()
+	}
+	s.bytes -= size
+	return err
 }
 
 // takeLocked moves answers that wait to a response, and returns how large it is. An answer that is large goes in parts, with what
