@@ -361,7 +361,7 @@ func (c *sharedCall) encode(ctx context.Context, method string, in proto.Message
 	}
 	c.Method, c.Request = method, request
 	if deadline, ok := ctx.Deadline(); ok {
-		c.TimeoutUs = uint64(max(time.Until(deadline).Microseconds(), 1)) //nolint:gosec // it is positive
+		c.TimeoutUs = uint64(max(time.Until(deadline).Microseconds(), 1))
 	}
 	md, _ := metadata.FromOutgoingContext(ctx)
 	for key, values := range md {

@@ -63,7 +63,7 @@ func (s *sharing) begin(id uint64, method string, request proto.Message, timeout
 		s.t.Fatal(err)
 	}
 	s.send(&sessiondv1.MultiplexRequest{Calls: []*sessiondv1.MultiplexCall{
-		{Id: id, Method: method, Request: encoded, TimeoutUs: uint64(timeout.Microseconds())}, //nolint:gosec // it is positive
+		{Id: id, Method: method, Request: encoded, TimeoutUs: uint64(timeout.Microseconds())},
 	}})
 }
 
@@ -142,7 +142,7 @@ func TestSharedCallsAreLikeUnaryOnes(t *testing.T) {
 			{"/sessiond.v1.SessionService/None", &sessiondv1.ReadRequest{}, &sessiondv1.ReadResponse{}},
 			{"/sessiond.v1.MultiplexService/Multiplex", &sessiondv1.ReadRequest{}, &sessiondv1.ReadResponse{}},
 		} {
-			var want proto.Message = proto.Clone(c.response)
+			want := proto.Clone(c.response)
 			wantErr := n.conn.Invoke(t.Context(), c.method, c.request, want)
 			if strings.HasSuffix(c.method, "/Multiplex") {
 				wantErr = status.Error(codes.Unimplemented, "not a unary method")

@@ -106,7 +106,7 @@ func TestSharedCallsPassInterceptors(t *testing.T) {
 		if token != "right" {
 			want = codes.Unauthenticated
 		}
-		if codes.Code(st.GetCode()) != want || len(answers) != 1 { //nolint:gosec // a code
+		if codes.Code(st.GetCode()) != want || len(answers) != 1 {
 			t.Errorf("with token %q: %v", token, &st)
 		}
 		if !slices.Equal(order, []string{sessiondv1.SessionService_Touch_FullMethodName, "auth"}) {

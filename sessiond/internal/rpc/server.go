@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"time"
 
@@ -73,13 +74,18 @@ func (s *Server) Stop() {
 
 // chain makes one interceptor of several; the first one is the outermost.
 func chain(interceptors []grpc.UnaryServerInterceptor) grpc.UnaryServerInterceptor {
-	if len(interceptors) == 1 {
-		return interceptors[0]
+	var all grpc.UnaryServerInterceptor
+	for _, outer := range slices.Backward(interceptors) {
+		inner := all
+		if inner == nil {
+			all = outer
+			continue
+		}
+		all = func(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+			return outer(ctx, req, info, func(ctx context.Context, req any) (any, error) { return inner(ctx, req, info, handler) })
+		}
 	}
-	outermost, inner := interceptors[0], chain(interceptors[1:])
-	return func(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-		return outermost(ctx, req, info, func(ctx context.Context, req any) (any, error) { return inner(ctx, req, info, handler) })
-	}
+	return all
 }
 
 // NewServer makes a Server. It reports itself as not serving until told otherwise.
