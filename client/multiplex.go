@@ -20,8 +20,12 @@ import (
 )
 
 const (
-	// A request larger than this is a call of its own, so that it holds up no other; and about what one message with calls holds.
-	maxSharedBytes, batchBytes = 64 << 10, 256 << 10
+	// A request larger than this is a call of its own, so that it holds up no other.
+	maxSharedBytes = 64 << 10
+	// What one message holds, unless it is one call. gRPC's buffers come in sizes of 32 KiB and then of 1 MiB, each cleared before use.
+	batchBytes = 28 << 10
+	// What a call without metadata takes beside its request, about.
+	envelopeBytes = 64
 	// How many calls may be under way on one stream. More are calls of their own.
 	maxShared = 1 << 13
 	// How long a node may take to open a stream, and when to ask again one that did not: it could not, or does not know how.
@@ -254,13 +258,16 @@ func (s *sharedStream) takeLocked() *sessiondv1.MultiplexRequest {
 	request := &sessiondv1.MultiplexRequest{Cancelled: s.cancelled, Calls: make([]*sessiondv1.MultiplexCall, 0, len(s.unsent))}
 	s.cancelled = nil
 	size, taken := 0, 0
-	for taken < len(s.unsent) && size < batchBytes {
+	for taken < len(s.unsent) {
 		c := s.unsent[taken]
+		if taken > 0 && size+len(c.GetRequest())+envelopeBytes > batchBytes {
+			break
+		}
 		s.unsent[taken] = nil
 		taken++
 		c.sent = true
 		request.Calls = append(request.Calls, &c.MultiplexCall)
-		size += len(c.GetRequest())
+		size += len(c.GetRequest()) + envelopeBytes
 	}
 	s.unsent = append(s.unsent[:0], s.unsent[taken:]...)
 	return request

@@ -17,8 +17,11 @@ import (
 )
 
 const (
-	// What one message with answers holds, about, and what one answer may take of it until all others have had a turn.
-	batchBytes, partBytes = 256 << 10, 64 << 10
+	// What one message holds, and what one answer may take of it until all others have had a turn. gRPC's buffers come in sizes of
+	// 32 KiB and then of 1 MiB, each cleared before use.
+	batchBytes, partBytes = 28 << 10, 24 << 10
+	// What an answer takes beside its response, about, unless it is an error.
+	envelopeBytes = 20
 	// How much may wait to be sent on a stream before no more calls are read from it: the client does not read.
 	maxUnsentBytes = 16 << 20
 	// How many calls of one stream may run.
@@ -305,9 +308,12 @@ func (s *multiplexStream) sendLocked() error {
 // takeLocked moves answers that wait to a response, and returns how large it is. An answer that is large goes in parts, with what
 // comes after it in between.
 func (s *multiplexStream) takeLocked(response *sessiondv1.MultiplexResponse) int {
-	size, taken := 0, 0
-	for taken < len(s.unsent) && size < batchBytes {
+	size, taken, room := 0, 0, batchBytes
+	for taken < len(s.unsent) {
 		a := s.unsent[taken]
+		if taken > 0 && room < min(len(a.GetResponse()), partBytes)+envelopeBytes {
+			break
+		}
 		s.unsent[taken] = nil
 		taken++
 		if len(a.GetResponse()) > partBytes {
@@ -317,6 +323,7 @@ func (s *multiplexStream) takeLocked(response *sessiondv1.MultiplexResponse) int
 		}
 		response.Answers = append(response.Answers, a)
 		size += len(a.GetResponse())
+		room -= len(a.GetResponse()) + len(a.GetStatus()) + envelopeBytes
 	}
 	s.unsent = append(s.unsent[:0], s.unsent[taken:]...)
 	return size
