@@ -32,11 +32,11 @@ type bench struct {
 
 func newBench(b *testing.B) *bench {
 	b.Helper()
-	return newBenchOn(b, sessiond.Config{DataDir: b.TempDir()})
+	return newBenchOn(b, sessiond.Config{DataDir: b.TempDir()}, client.Options{})
 }
 
 // newBenchOn runs a node with the store that a Config names.
-func newBenchOn(b *testing.B, cfg sessiond.Config) *bench {
+func newBenchOn(b *testing.B, cfg sessiond.Config, opts client.Options) *bench {
 	b.Helper()
 	cfg.Listen, cfg.Logger = "127.0.0.1:0", slog.New(slog.DiscardHandler)
 	srv, err := sessiond.New(b.Context(), cfg)
@@ -60,7 +60,7 @@ func newBenchOn(b *testing.B, cfg sessiond.Config) *bench {
 		}
 		b.Cleanup(func() { _ = etcd.Close() })
 	}
-	sessions, err := client.New([]string{srv.Addr().String()}, client.Options{})
+	sessions, err := client.New([]string{srv.Addr().String()}, opts)
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -228,14 +228,18 @@ func BenchmarkDeliver(b *testing.B) {
 }
 
 // BenchmarkTransport has callers read sessions that are kept in memory: what is left is the cost of a call, of client and node
-// together.
+// together, for calls that share a stream and for unary ones.
 func BenchmarkTransport(b *testing.B) {
-	bench := newBenchOn(b, sessiond.Config{Store: sessiond.StoreMemory})
-	ids := bench.create(128)
-	for _, count := range []int{1, 16, 128} {
-		bench.callers(count, "reads", func(caller int) error {
-			_, err := bench.sessions.Read(b.Context(), ids[caller])
-			return err
+	for name, opts := range map[string]client.Options{"shared": {}, "unary": {Unary: true}} {
+		b.Run(name, func(b *testing.B) {
+			bench := newBenchOn(b, sessiond.Config{Store: sessiond.StoreMemory}, opts)
+			ids := bench.create(128)
+			for _, count := range []int{1, 16, 128} {
+				bench.callers(count, "reads", func(caller int) error {
+					_, err := bench.sessions.Read(b.Context(), ids[caller])
+					return err
+				})
+			}
 		})
 	}
 }
