@@ -78,7 +78,7 @@ conformance: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver ## Run the official MC
 # CHAOS=quick is a short run of a fixed seed. Without a seed there is a new one each time, which is printed. On a machine that is too busy for
 # enough operations to be answered (exit status 4) a run proves little, but nothing is wrong with the change that is tested.
 chaos: $(BIN)/etcd $(BIN)/sessiond $(BIN)/mcpserver $(BIN)/chaos ## Break a cluster at random and judge what clients saw (SEED, DURATION, FAULTS, CHAOS=quick).
-	@status=0; E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(BIN)/chaos $(if $(filter quick,$(CHAOS)),--seed 20 --duration 110s) \
+	@status=0; E2E_BIN_DIR="$(CURDIR)/$(BIN)" $(BIN)/chaos $(if $(filter quick,$(CHAOS)),--seed 20 --duration 3m) \
 		$(if $(SEED),--seed $(SEED)) $(if $(DURATION),--duration $(DURATION)) $(if $(FAULTS),--faults $(FAULTS)) $(CHAOS_FLAGS) || status=$$?; \
 	[ "$$status" -eq 0 ] || { [ "$$status" -eq 4 ] && [ "$(CHAOS)" = quick ]; }
 
