@@ -29,8 +29,11 @@ type counts struct {
 const (
 	// What is left has so long to go: leases of locks and of messages that nobody refreshes, connections that are made anew.
 	leftoverTimeout = 100 * time.Second
-	// Leases that lie ready for the next locks, in each node, and those that sessions and messages of some minutes share.
+	// Leases that lie ready for the next locks, in each node.
 	spareLeases = 60
+	// Sessions and messages share leases, which live on when all that they had is on others. A node takes another after so many
+	// writes, or a minute.
+	writesPerLease = 1000
 	// gRPC and the Go runtime keep some goroutines for a while.
 	spareGoroutines = 60
 )
@@ -99,10 +102,19 @@ func metric(ctx context.Context, addr, name string) (int, error) {
 	return 0, fmt.Errorf("%s has no metric %s", addr, name)
 }
 
+// sharedLeases is how many leases the run's writes may have taken, at most, on so many nodes.
+func (r *Report) sharedLeases(nodes int) int {
+	writes := r.Published
+	for _, kind := range []Kind{Create, Save, Touch} {
+		writes += r.ByKind[kind][OK] + r.ByKind[kind][Unknown]
+	}
+	return writes/writesPerLease + nodes*(int(r.Took.Minutes())+1)
+}
+
 // leftovers waits until what the traffic left has gone, and says what has not (O5, S12). Then it stops the nodes and does so again.
-func (c *cluster) leftovers(ctx context.Context, before counts, logf func(string, ...any)) []Violation {
+func (c *cluster) leftovers(ctx context.Context, before counts, sharedLeases int, logf func(string, ...any)) []Violation {
 	running, v := c.await(ctx, "with idle nodes", logf, func(now counts) bool {
-		return now.keys == 0 && now.leases <= before.leases+spareLeases && now.goroutines <= before.goroutines+spareGoroutines
+		return now.keys == 0 && now.leases <= before.leases+spareLeases+sharedLeases && now.goroutines <= before.goroutines+spareGoroutines
 	})
 	if v != nil {
 		return v

@@ -197,7 +197,7 @@ func Run(ctx context.Context, cfg Config) (_ *Report, err error) {
 	if err := closeClients(); err != nil {
 		return report, err
 	}
-	report.Violations = append(report.Violations, c.leftovers(ctx, before, logf)...)
+	report.Violations = append(report.Violations, c.leftovers(ctx, before, report.sharedLeases(len(c.nodes)), logf)...)
 	return report, nil
 }
 
