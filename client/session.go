@@ -115,11 +115,12 @@ func (c *Client) save(ctx context.Context, id string, data []byte, opts SaveOpti
 // written it is a touch, or a save of the holder that was cut off: then it reads the revision and saves on that one.
 func (c *Client) saveHeld(ctx context.Context, req *sessiondv1.SaveRequest, latest *atomic.Uint64) (uint64, error) {
 	expected := latest.Load()
+	var unknown error // of a save that was cut off, and may have been carried out and saved over by who had the lock next
 	for {
 		if expected == 0 {
 			s, err := c.Read(ctx, req.GetSessionId())
 			if err != nil {
-				return 0, err
+				return 0, orUnknown(err, unknown)
 			}
 			expected = s.Revision
 		}
@@ -130,16 +131,40 @@ func (c *Client) saveHeld(ctx context.Context, req *sessiondv1.SaveRequest, late
 			latest.Store(revision)
 			return revision, nil
 		case errors.Is(err, ErrRevisionMismatch):
+			if e, ok := errors.AsType[*cutOffError](err); ok {
+				unknown = e.unknown
+			}
 			expected = 0
 			continue
 		case errors.Is(err, ErrOutcomeUnknown):
 			latest.Store(0)
 		}
-		return 0, err
+		return 0, orUnknown(err, unknown)
 	}
 }
 
-// saveOnce has a save carried out once at most; held says that nobody but the caller can have saved.
+// cutOffError is the mismatch that a save met that had been cut off before, and tried again.
+type cutOffError struct {
+	error
+
+	unknown error
+}
+
+func (e *cutOffError) Unwrap() error { return e.error }
+
+// orUnknown is the error of a save whose earlier try may have been carried out: only a later one that is tells that it was not, for
+// then the lock was held all the time.
+func orUnknown(err, unknown error) error {
+	switch {
+	case unknown == nil:
+		return err
+	case errors.Is(err, ErrSessionNotFound):
+		return &unknownOutcomeError{cause: err}
+	}
+	return unknown
+}
+
+// saveOnce has a save carried out once at most; held says that the caller tries again after a mismatch.
 func (c *Client) saveOnce(ctx context.Context, req *sessiondv1.SaveRequest, held bool) (uint64, error) {
 	resp, err := call(ctx, c.callTimeout, "save session", c.sessions.Save, req, onceOnly()...)
 	if err = outcomeUnknown(err); !errors.Is(err, ErrOutcomeUnknown) {
@@ -153,8 +178,7 @@ func (c *Client) saveOnce(ctx context.Context, req *sessiondv1.SaveRequest, held
 
 // saveAgain finds out whether a save that was cut off was carried out, by trying it again: its condition lets it happen
 // once. If the condition does not hold any more, or somebody has locked the session since, the save was carried out if the session
-// holds what it wrote. If it does not, and nobody else can have saved since, the save was not carried out, and cannot be any more.
-// A session that has gone since tells nothing.
+// holds what it wrote. A session that has gone since tells nothing.
 func (c *Client) saveAgain(ctx context.Context, req *sessiondv1.SaveRequest, held bool, unknown error) (uint64, error) {
 	resp, err := call(ctx, c.callTimeout, "save session", c.sessions.Save, req, attempts)
 	switch {
@@ -166,7 +190,7 @@ func (c *Client) saveAgain(ctx context.Context, req *sessiondv1.SaveRequest, hel
 		case rerr == nil && bytes.Equal(s.Data, req.GetData()):
 			return s.Revision, nil
 		case rerr == nil && held && errors.Is(err, ErrRevisionMismatch):
-			return 0, err
+			return 0, &cutOffError{err, unknown}
 		}
 		return 0, unknown
 	case errors.Is(err, ErrUnavailable):

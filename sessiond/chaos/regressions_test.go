@@ -78,6 +78,70 @@ func TestSaveThatWasDestroyedBeforeItsRetry(t *testing.T) {
 // Seed 4, pause-node (L4), is TestGrantEndsNoLater in sessiond/internal/rpc: a node was stopped with an acquire that it had granted, and
 // answered when the TTL had passed; what the client added up was that it had held the lock until then, while another held it.
 
+// Seed 101, pause-node (S6, C1): a holder's save was carried out, its answer lost; the client's second try met the revision that the first had
+// made, but before the client looked at what is stored, the lock had ended and the next holder had saved. The client said that the lock
+// was lost, and with it that nothing was saved.
+func TestSaveThatWasOverwrittenBeforeItsRetry(t *testing.T) {
+	for name, then := range map[string]func(t *testing.T, c *client.Client){
+		"saved by the next holder": func(t *testing.T, c *client.Client) {
+			t.Helper()
+			if _, err := c.Save(t.Context(), "s", []byte("other"), client.SaveOptions{}); err != nil {
+				t.Error(err)
+			}
+		},
+		"destroyed": func(t *testing.T, c *client.Client) {
+			t.Helper()
+			if _, err := c.Destroy(t.Context(), "s"); err != nil {
+				t.Error(err)
+			}
+		},
+		"destroyed, and made anew": func(t *testing.T, c *client.Client) {
+			t.Helper()
+			if _, err := c.Destroy(t.Context(), "s"); err != nil {
+				t.Error(err)
+			}
+			if _, err := c.Create(t.Context(), []byte("anew"), client.CreateOptions{ID: "s"}); err != nil {
+				t.Error(err)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := memstore.Open()
+			t.Cleanup(func() { s.Close(context.WithoutCancel(t.Context())) })
+			connect := serve(t, s)
+			other := connect()
+			if _, err := other.Create(t.Context(), []byte("old"), client.CreateOptions{ID: "s"}); err != nil {
+				t.Fatal(err)
+			}
+			var grant client.Grant
+			var saves atomic.Int64
+			holder := connect(grpc.WithChainUnaryInterceptor(func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+				err := invoke(ctx, method, req, reply, cc, opts...)
+				if method != sessiondv1.SessionService_Save_FullMethodName {
+					return err
+				}
+				switch saves.Add(1) {
+				case 1:
+					return status.Error(codes.Unavailable, "the answer was lost")
+				case 2:
+					if err := other.Release(t.Context(), grant); err != nil {
+						t.Error(err)
+					}
+					then(t, other)
+				}
+				return err
+			}))
+			var err error
+			if grant, err = holder.Acquire(t.Context(), "s", client.AcquireOptions{}); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := holder.Save(t.Context(), "s", []byte("new"), client.SaveOptions{Grant: &grant}); !errors.Is(err, client.ErrOutcomeUnknown) {
+				t.Errorf("%v: want that nobody knows whether it was saved", err)
+			}
+		})
+	}
+}
+
 // Seed 7, cut-nodes (S6, L5): a save that a holder's client had lost was carried out after a later save of the same holder, which was
 // acknowledged and then gone: both named the same token. Here the first save of all is delivered last.
 func TestLateSaveOfTheHolder(t *testing.T) {

@@ -267,7 +267,6 @@ func (g *group) gather() []*step {
 		}
 		steps = append(steps, s)
 		ops, bytes = own, bytes+s.bytes
-		s.finish()
 	}
 	g.queue = rest
 	return steps
@@ -320,6 +319,9 @@ func (g *group) send(ctx context.Context, s *step) (*clientv3.TxnResponse, error
 func (g *group) sendAll(steps []*step) {
 	ended := g.started()
 	g.sizes.Observe(float64(len(steps)))
+	for _, s := range steps {
+		s.finish() // not under the group's lock, for which all callers wait
+	}
 	// Each caller has its own limit, which began earlier.
 	ctx, cancel := context.WithTimeout(g.ctx, opTimeout)
 	defer cancel()
