@@ -24,7 +24,7 @@ const (
 	groups = 2
 
 	// quota is small, so that using it up does not take long. The traffic alone does not reach it, because history is compacted.
-	quota        = 64 << 20
+	quota        = 192 << 20
 	compactEvery = 5 * time.Second
 )
 
