@@ -64,6 +64,9 @@ const (
 	endTimeout = 2 * time.Minute
 )
 
+// ErrNoFault is the error of [Run] for a kind of fault that there is not.
+var ErrNoFault = errors.New("no fault")
+
 // Run starts a cluster, lets clients and faults loose on it, and judges what they saw. An error says that the run itself failed;
 // what is wrong with the product is in the report.
 func Run(ctx context.Context, cfg Config) (_ *Report, err error) {
@@ -73,7 +76,7 @@ func Run(ctx context.Context, cfg Config) (_ *Report, err error) {
 	}
 	for _, kind := range kinds {
 		if all := Kinds(cfg.FrontEnds); !slices.Contains(all, kind) {
-			return nil, fmt.Errorf("no fault %q, only %s", kind, strings.Join(all, ", "))
+			return nil, fmt.Errorf("%w %q, only %s", ErrNoFault, kind, strings.Join(all, ", "))
 		}
 	}
 	var mu sync.Mutex

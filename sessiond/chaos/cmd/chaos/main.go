@@ -45,7 +45,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	flags.DurationVar(&cfg.Duration, "duration", 3*time.Minute, "how `long` to make faults")
 	flags.StringVar(&faults, "faults", "", "`kinds` of faults, separated by commas; all if empty: "+strings.Join(chaos.Kinds(true), ", "))
 	flags.BoolVar(&cfg.FrontEnds, "front-ends", false, "add front-ends and MCP clients of them, and their faults")
-	flags.StringVar(&cfg.Dir, "dir", "", "`folder` for logs, data and histories, kept at the end (default: a temporary one, kept if a promise was broken)")
+	flags.StringVar(&cfg.Dir, "dir", "", "`folder` for logs, data and histories, empty or to be made, kept at the end (default: a temporary one, kept if a promise was broken)")
 	flags.StringVar(&history, "explain", "", "judge a saved history (`file`) again, say where it goes wrong, and do nothing else")
 	switch err := flags.Parse(args); {
 	case errors.Is(err, flag.ErrHelp):
@@ -70,6 +70,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		cfg.Faults = strings.Split(faults, ",")
 	}
 	kept := cfg.Dir != ""
+	// The members would find the cluster of an earlier run there, and wait for it.
+	if entries, _ := os.ReadDir(cfg.Dir); kept && len(entries) > 0 {
+		fmt.Fprintf(stderr, "chaos: --dir %s is not empty, want a folder that is empty or is to be made\n", cfg.Dir)
+		return exitUsage
+	}
 	if !kept {
 		dir, err := os.MkdirTemp("", "sessiond-chaos-")
 		if err != nil {
@@ -84,7 +89,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	}
 	if err != nil {
 		fmt.Fprintln(stderr, "chaos:", err)
-		if kept || os.Remove(cfg.Dir) != nil { // it is not empty
+		removed := !kept && os.Remove(cfg.Dir) == nil // unless it is not empty
+		switch {
+		case errors.Is(err, chaos.ErrNoFault):
+			return exitUsage
+		case !removed:
 			fmt.Fprintln(stderr, "logs are in", cfg.Dir)
 		}
 		return exitFailed

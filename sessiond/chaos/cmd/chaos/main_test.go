@@ -27,8 +27,9 @@ func TestRun(t *testing.T) {
 		"no such flag":           {[]string{"--none"}, exitUsage, "flag provided but not defined"},
 		"an argument":            {[]string{"more"}, exitUsage, `unexpected argument "more"`},
 		"no time":                {[]string{"--duration", "-1s"}, exitUsage, "want more than 0"},
-		"no such fault":          {[]string{"--faults", "kill-node,flood"}, exitFailed, `no fault "flood"`},
-		"a fault of front-ends":  {[]string{"--faults", "kill-front-end"}, exitFailed, `no fault "kill-front-end"`},
+		"no such fault":          {[]string{"--faults", "kill-node,flood"}, exitUsage, `no fault "flood"`},
+		"a fault of front-ends":  {[]string{"--faults", "kill-front-end"}, exitUsage, `no fault "kill-front-end"`},
+		"a folder in use":        {[]string{"--dir", filepath.Dir(saved)}, exitUsage, "is not empty"},
 		"a history":              {[]string{"--explain", saved}, 0, "Illegal"},
 		"a history that is none": {[]string{"--explain", filepath.Join(t.TempDir(), "none")}, exitFailed, "no such file"},
 	} {
