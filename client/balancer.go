@@ -46,6 +46,7 @@ func (b *sharedBalancer) UpdateClientConnState(s balancer.ClientConnState) error
 func (b *sharedBalancer) Close() {
 	if m := b.multiplexer.Load(); m != nil {
 		m.picker.Store(nil)
+		m.change()
 	}
 	b.Balancer.Close()
 }
@@ -61,6 +62,7 @@ func (c *balancerConn) UpdateState(s balancer.State) {
 	p := &sharedPicker{Picker: s.Picker}
 	if m := c.balancer.multiplexer.Load(); m != nil {
 		m.picker.Store(p)
+		m.change()
 	}
 	s.Picker = p
 	c.ClientConn.UpdateState(s)

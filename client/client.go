@@ -20,6 +20,10 @@
 // cancellations are those of unary calls. Unary calls are made where there is no such stream: to older nodes, while a connection is new,
 // and with requests over 64 KiB.
 //
+// Subscriptions are on that stream as well, up to 65,536 of them. One takes 2 KiB of memory while nothing comes, and no goroutine but the
+// one that ranges over it. What a node may send of it is bounded until that takes it (64 KiB and a response), so a slow one
+// holds up nothing else.
+//
 // # When the process dies
 //
 // With [Options].Attach the client attaches to the service as a front-end, and its locks go with it: they are released
@@ -77,8 +81,8 @@ type Options struct {
 	Attach bool
 	// DialOptions are added to the client's own: interceptors, for one.
 	DialOptions []grpc.DialOption
-	// Unary makes each call a gRPC call of its own; otherwise the calls to a node share one stream. Interceptors of unary
-	// calls and metadata work in both ways, but for what gRPC does by itself for each call it has to be set: statistics handlers
+	// Unary makes each call, and each subscription, a gRPC call of its own; otherwise those to a node share one stream. Interceptors
+	// and metadata work in both ways, but for what gRPC does by itself for each call it has to be set: statistics handlers
 	// and per-call credentials among DialOptions, and proxies that spread calls over nodes. Default: false.
 	Unary bool
 }
@@ -143,7 +147,8 @@ func New(addresses []string, opts Options) (*Client, error) {
 		)),
 	}, opts.DialOptions...)
 	if !opts.Unary {
-		dialOptions = append(dialOptions, grpc.WithChainUnaryInterceptor(multiplexed.intercept))
+		dialOptions = append(dialOptions,
+			grpc.WithChainUnaryInterceptor(multiplexed.intercept), grpc.WithChainStreamInterceptor(multiplexed.interceptStream))
 	}
 	conn, err := grpc.NewClient("sessiond:///"+strings.Join(addresses, ","), dialOptions...)
 	if err != nil {

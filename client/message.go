@@ -9,6 +9,8 @@ import (
 	"math/rand/v2"
 	"time"
 
+	"google.golang.org/grpc"
+
 	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
 )
 
@@ -72,25 +74,15 @@ func (c *Client) Retain(ctx context.Context, id, stream string, ttl time.Duratio
 	return err
 }
 
-// subscription is a Subscribe call under way, over as many streams of gRPC as it takes.
+// subscription is a Subscribe call under way: as many calls, one after the other, as it takes.
 type subscription struct {
 	client   *Client
 	ctx      context.Context //nolint:containedctx // It is the call's, which outlives the function that makes it.
 	request  *sessiondv1.SubscribeRequest
-	stream   subscribeStream
+	stream   grpc.ServerStreamingClient[sessiondv1.SubscribeResponse]
 	hangUp   context.CancelCauseFunc // ends the present stream
-	received chan received
 	pending  []*sessiondv1.Message
 	position uint64
-}
-
-type received struct {
-	resp *sessiondv1.SubscribeResponse
-	err  error
-}
-
-type subscribeStream interface {
-	Recv() (*sessiondv1.SubscribeResponse, error)
 }
 
 // Subscribe delivers streams of a session from after a position on (0: from the oldest stored message), each message
@@ -103,8 +95,7 @@ type subscribeStream interface {
 func (c *Client) Subscribe(ctx context.Context, id string, after uint64, streams ...string) (iter.Seq2[Message, error], error) {
 	s := &subscription{
 		client: c, ctx: ctx, position: after,
-		request:  &sessiondv1.SubscribeRequest{SessionId: id, Streams: streams},
-		received: make(chan received, 1),
+		request: &sessiondv1.SubscribeRequest{SessionId: id, Streams: streams},
 	}
 	if err := s.begin(); err != nil {
 		return nil, err
@@ -192,7 +183,7 @@ func (s *subscription) receive() (Message, error) {
 			return Message{Stream: m.GetStream(), Position: m.GetPosition(), Payload: m.GetPayload()}, nil
 		}
 		s.pending = nil // not to be kept while nothing comes
-		resp, err := s.recv()
+		resp, err := s.stream.Recv()
 		if err == nil {
 			s.take(resp)
 			continue
@@ -201,19 +192,6 @@ func (s *subscription) receive() (Message, error) {
 			return Message{}, err
 		}
 	}
-}
-
-// recv waits for the node, in a goroutine that is made for it. A process may have very many subscriptions on which hardly anything
-// happens, each in a goroutine that has served a request before. As deep as this is in gRPC, that one's stack would stay at
-// 16 KiB. So it stays at 8, and a fresh one needs 4.
-func (s *subscription) recv() (*sessiondv1.SubscribeResponse, error) {
-	stream := s.stream
-	go func() {
-		resp, err := stream.Recv()
-		s.received <- received{resp, err}
-	}()
-	r := <-s.received
-	return r.resp, r.err
 }
 
 // reconnect goes on after a break, with back-off, until it succeeds or trying again cannot help.

@@ -35,7 +35,8 @@ const (
 // errNotSent says that a stream does not carry a call, and that no node has seen it.
 var errNotSent = errors.New("not sent")
 
-// multiplexer carries unary calls over one stream to each node, which costs a fraction of what they cost on their own.
+// multiplexer carries calls over one stream to each node, which costs a fraction of what they cost on their own: unary calls, and
+// those that answer with a stream (sharedSubscription).
 //
 // It is the innermost interceptor, so retries and what else there is see no difference. Which node a call goes to is
 // round_robin's choice for each call, as without it (sharedBalancer). Whatever does not fit is left to gRPC: a call while a stream is
@@ -51,6 +52,8 @@ type multiplexer struct {
 	mu      sync.RWMutex
 	closed  bool
 	streams map[balancer.SubConn]*sharedStream
+	// changes is closed when those who wait for a stream are to look again; nil: nobody waits.
+	changes chan struct{}
 }
 
 func newMultiplexer() *multiplexer {
@@ -73,7 +76,7 @@ func (m *multiplexer) intercept(ctx context.Context, method string, req, reply a
 	in, isMessage := req.(proto.Message)
 	out, toMessage := reply.(proto.Message)
 	picker := m.picker.Load()
-	if !isMessage || !toMessage || picker == nil || !strings.HasPrefix(method, "/sessiond.") || !plain(opts) || ctx.Err() != nil {
+	if !isMessage || !toMessage || picker == nil || !isOurs(method) || !plain(opts) || ctx.Err() != nil {
 		return invoke(ctx, method, req, reply, cc, opts...)
 	}
 	size := proto.Size(in)
@@ -91,6 +94,9 @@ func (m *multiplexer) intercept(ctx context.Context, method string, req, reply a
 	}
 	return invoke(picker.with(ctx, pick.SubConn, false), method, req, reply, cc, opts...)
 }
+
+// isOurs tells whether a method may be one that a shared stream carries.
+func isOurs(method string) bool { return strings.HasPrefix(method, "/sessiond.") }
 
 // plain tells whether options of a call are those that all calls have.
 func plain(opts []grpc.CallOption) bool {
@@ -126,10 +132,14 @@ func (m *multiplexer) stream(picker *sharedPicker, conn balancer.SubConn) *share
 			delete(m.streams, other)
 		}
 	}
-	s = &sharedStream{calls: map[uint64]*sharedCall{}}
+	s = &sharedStream{calls: map[uint64]*sharedCall{}, subscriptions: map[uint64]*sharedSubscription{}}
 	s.changed.L = &s.mu
 	m.streams[conn] = s
-	m.running.Go(func() { s.again.Store(new(time.Now().Add(s.run(m.ctx, m.service, picker, conn)))) })
+	m.running.Go(func() {
+		wait := s.run(m.ctx, m.service, picker, conn, m.change)
+		s.again.Store(new(time.Now().Add(wait)))
+		m.change()
+	})
 	return nil
 }
 
@@ -152,6 +162,9 @@ type sharedStream struct {
 	calls     map[uint64]*sharedCall
 	unsent    []*sharedCall
 	cancelled []uint64
+	// subscriptions are the calls under way that answer with a stream; granting are those of which the node may send more.
+	subscriptions map[uint64]*sharedSubscription
+	granting      []*sharedSubscription
 	// closing says that the stream takes no more calls, ended that it has broken, or answered all.
 	closing, ended bool
 	// sending says that somebody sends, heard that the node has answered since something was sent.
@@ -161,6 +174,8 @@ type sharedStream struct {
 // sharedCall is a call on a stream. Its lock is the stream's.
 type sharedCall struct {
 	sessiondv1.MultiplexCall
+
+	subscription *sharedSubscription // that begins with it; nil: a unary call
 
 	done   chan struct{} // receives once it is answered, or err is set
 	sent   bool
@@ -175,8 +190,8 @@ func (s *sharedStream) over(now time.Time) bool {
 	return again != nil && !now.Before(*again)
 }
 
-// run opens the stream and serves it until it ends. It returns how long to wait before another.
-func (s *sharedStream) run(ctx context.Context, service sessiondv1.MultiplexServiceClient, picker *sharedPicker, conn balancer.SubConn) time.Duration {
+// run opens the stream, tells that, and serves it until it ends. It returns how long to wait before another.
+func (s *sharedStream) run(ctx context.Context, service sessiondv1.MultiplexServiceClient, picker *sharedPicker, conn balancer.SubConn, opened func()) time.Duration {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	timer := time.AfterFunc(openTimeout, cancel)
@@ -199,6 +214,7 @@ func (s *sharedStream) run(ctx context.Context, service sessiondv1.MultiplexServ
 		}
 	})
 	s.ready.Store(true)
+	opened()
 	s.receive()
 	s.ready.Store(false)
 	s.end()
@@ -211,7 +227,7 @@ func (s *sharedStream) run(ctx context.Context, service sessiondv1.MultiplexServ
 func (s *sharedStream) send() error {
 	for {
 		s.mu.Lock()
-		for !s.ended && (s.sending || len(s.unsent) == 0 && len(s.cancelled) == 0 && !s.closing) {
+		for !s.ended && (s.sending || !s.waitsLocked() && !s.closing) {
 			s.changed.Wait()
 		}
 		s.mu.Unlock()
@@ -239,12 +255,17 @@ func (s *sharedStream) send() error {
 	}
 }
 
+// waitsLocked tells whether there is something to be sent.
+func (s *sharedStream) waitsLocked() bool {
+	return len(s.unsent) > 0 || len(s.cancelled) > 0 || len(s.granting) > 0
+}
+
 // sendLocked sends what waits for it, about as much as a message holds. The lock is not held meanwhile.
 func (s *sharedStream) sendLocked() error {
-	request := s.takeLocked()
-	if len(request.GetCalls()) == 0 && len(request.GetCancelled()) == 0 {
+	if !s.waitsLocked() {
 		return nil
 	}
+	request := s.takeLocked()
 	s.sending, s.heard = true, false
 	s.mu.Unlock()
 	err := s.stream.Send(request)
@@ -255,7 +276,9 @@ func (s *sharedStream) sendLocked() error {
 
 // takeLocked moves what waits to be sent to a request.
 func (s *sharedStream) takeLocked() *sessiondv1.MultiplexRequest {
-	request := &sessiondv1.MultiplexRequest{Cancelled: s.cancelled, Calls: make([]*sessiondv1.MultiplexCall, 0, len(s.unsent))}
+	request := &sessiondv1.MultiplexRequest{
+		Cancelled: s.cancelled, Credits: s.grantsLocked(), Calls: make([]*sessiondv1.MultiplexCall, 0, len(s.unsent)),
+	}
 	s.cancelled = nil
 	size, taken := 0, 0
 	for taken < len(s.unsent) {
@@ -266,6 +289,9 @@ func (s *sharedStream) takeLocked() *sessiondv1.MultiplexRequest {
 		s.unsent[taken] = nil
 		taken++
 		c.sent = true
+		if c.subscription != nil {
+			c.subscription.unsent = nil
+		}
 		request.Calls = append(request.Calls, &c.MultiplexCall)
 		size += len(c.GetRequest()) + envelopeBytes
 	}
@@ -285,7 +311,8 @@ func (s *sharedStream) receive() {
 		for _, a := range response.GetAnswers() {
 			c := s.calls[a.GetId()]
 			if c == nil {
-				continue // cancelled
+				s.deliverLocked(a)
+				continue // or cancelled
 			}
 			switch {
 			case len(c.answer)+len(a.GetResponse()) > maxMessageBytes:
@@ -308,6 +335,10 @@ func (s *sharedStream) receive() {
 			s.ready.Store(false)
 			s.closing = true
 			for _, c := range s.unsent {
+				if c.subscription != nil {
+					c.subscription.endLocked(errNotSent)
+					continue
+				}
 				c.err = errNotSent
 				delete(s.calls, c.GetId())
 				c.done <- struct{}{}
@@ -331,6 +362,7 @@ func (s *sharedStream) end() {
 		}
 		c.done <- struct{}{}
 	}
+	s.endSubscriptionsLocked()
 	s.calls, s.unsent = nil, nil
 	s.changed.Signal()
 }
@@ -396,7 +428,7 @@ func (s *sharedStream) begin(c *sharedCall) bool {
 		if s.sendLocked() != nil {
 			s.fail()
 		}
-		if len(s.unsent) == 0 && len(s.cancelled) == 0 && !s.closing && !s.ended {
+		if !s.waitsLocked() && !s.closing && !s.ended {
 			return true
 		}
 	} else if len(s.unsent) > 1 {

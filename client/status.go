@@ -181,6 +181,8 @@ var (
 	errAnswerTooLarge = status.Errorf(codes.ResourceExhausted, "the answer is larger than %d bytes", maxMessageBytes)
 )
 
+func errNotProto(m any) error { return status.Errorf(codes.Internal, "%T is no protobuf message", m) }
+
 // contextStatus is the status of a call whose context has ended.
 func contextStatus(ctx context.Context) error { return status.FromContextError(ctx.Err()).Err() }
 

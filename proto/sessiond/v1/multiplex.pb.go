@@ -27,7 +27,9 @@ type MultiplexRequest struct {
 	// Calls that begin.
 	Calls []*MultiplexCall `protobuf:"bytes,1,rep,name=calls,proto3" json:"calls,omitempty"`
 	// The ids of calls that are given up: they are cancelled, and not answered unless that has happened already.
-	Cancelled     []uint64 `protobuf:"varint,2,rep,packed,name=cancelled,proto3" json:"cancelled,omitempty"`
+	Cancelled []uint64 `protobuf:"varint,2,rep,packed,name=cancelled,proto3" json:"cancelled,omitempty"`
+	// What else may be sent of calls that answer with a stream. Calls that begin in this message can have some as well.
+	Credits       []*MultiplexCredit `protobuf:"bytes,3,rep,name=credits,proto3" json:"credits,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -76,10 +78,18 @@ func (x *MultiplexRequest) GetCancelled() []uint64 {
 	return nil
 }
 
+func (x *MultiplexRequest) GetCredits() []*MultiplexCredit {
+	if x != nil {
+		return x.Credits
+	}
+	return nil
+}
+
 // MultiplexCall is a call.
 type MultiplexCall struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Names the call. Unique among the calls of the stream that are neither answered nor cancelled.
+	// Names the call. To be used once on a stream, for answers may be on their way to a call that is given up. That of a call under way
+	// ends the stream with INVALID_ARGUMENT.
 	Id uint64 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
 	// The full name of the method: "/sessiond.v1.SessionService/Read".
 	Method string `protobuf:"bytes,2,opt,name=method,proto3" json:"method,omitempty"`
@@ -88,7 +98,10 @@ type MultiplexCall struct {
 	// Metadata of the call. That of the stream applies as well, but for keys that are here.
 	Metadata []*MultiplexMetadata `protobuf:"bytes,4,rep,name=metadata,proto3" json:"metadata,omitempty"`
 	// The method's request, encoded.
-	Request       []byte `protobuf:"bytes,5,opt,name=request,proto3" json:"request,omitempty"`
+	Request []byte `protobuf:"bytes,5,opt,name=request,proto3" json:"request,omitempty"`
+	// How much the node may send of a call that answers with a stream, until more is granted: see MultiplexCredit. 0: nothing as yet.
+	// Has no meaning for unary calls.
+	Credit        uint64 `protobuf:"varint,6,opt,name=credit,proto3" json:"credit,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -158,6 +171,70 @@ func (x *MultiplexCall) GetRequest() []byte {
 	return nil
 }
 
+func (x *MultiplexCall) GetCredit() uint64 {
+	if x != nil {
+		return x.Credit
+	}
+	return 0
+}
+
+// MultiplexCredit lets the node send more of a call that answers with a stream. Each response uses up as many bytes as it has, but
+// one at least, and is sent while there is credit left, be it too little for all of it: then the next ones wait until what
+// has been granted in all exceeds what has been sent. So the client may have to hold what it granted and one response.
+type MultiplexCredit struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The call's id. If that is none of a call under way that answers with a stream, nothing happens: it may just have ended.
+	Id uint64 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	// The bytes, on top of what has been granted before.
+	Bytes         uint64 `protobuf:"varint,2,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MultiplexCredit) Reset() {
+	*x = MultiplexCredit{}
+	mi := &file_sessiond_v1_multiplex_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MultiplexCredit) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MultiplexCredit) ProtoMessage() {}
+
+func (x *MultiplexCredit) ProtoReflect() protoreflect.Message {
+	mi := &file_sessiond_v1_multiplex_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MultiplexCredit.ProtoReflect.Descriptor instead.
+func (*MultiplexCredit) Descriptor() ([]byte, []int) {
+	return file_sessiond_v1_multiplex_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *MultiplexCredit) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *MultiplexCredit) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
 // MultiplexMetadata is an entry of a call's metadata.
 type MultiplexMetadata struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -171,7 +248,7 @@ type MultiplexMetadata struct {
 
 func (x *MultiplexMetadata) Reset() {
 	*x = MultiplexMetadata{}
-	mi := &file_sessiond_v1_multiplex_proto_msgTypes[2]
+	mi := &file_sessiond_v1_multiplex_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -183,7 +260,7 @@ func (x *MultiplexMetadata) String() string {
 func (*MultiplexMetadata) ProtoMessage() {}
 
 func (x *MultiplexMetadata) ProtoReflect() protoreflect.Message {
-	mi := &file_sessiond_v1_multiplex_proto_msgTypes[2]
+	mi := &file_sessiond_v1_multiplex_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -196,7 +273,7 @@ func (x *MultiplexMetadata) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MultiplexMetadata.ProtoReflect.Descriptor instead.
 func (*MultiplexMetadata) Descriptor() ([]byte, []int) {
-	return file_sessiond_v1_multiplex_proto_rawDescGZIP(), []int{2}
+	return file_sessiond_v1_multiplex_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *MultiplexMetadata) GetKey() string {
@@ -216,7 +293,7 @@ func (x *MultiplexMetadata) GetValue() []byte {
 // MultiplexResponse has what the node has to say at one moment.
 type MultiplexResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Answers, or parts of such.
+	// Answers, or parts of such. Those to one call come in order.
 	Answers []*MultiplexAnswer `protobuf:"bytes,1,rep,name=answers,proto3" json:"answers,omitempty"`
 	// The node shuts down: send no more calls, and half-close the stream.
 	Draining      bool `protobuf:"varint,2,opt,name=draining,proto3" json:"draining,omitempty"`
@@ -226,7 +303,7 @@ type MultiplexResponse struct {
 
 func (x *MultiplexResponse) Reset() {
 	*x = MultiplexResponse{}
-	mi := &file_sessiond_v1_multiplex_proto_msgTypes[3]
+	mi := &file_sessiond_v1_multiplex_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -238,7 +315,7 @@ func (x *MultiplexResponse) String() string {
 func (*MultiplexResponse) ProtoMessage() {}
 
 func (x *MultiplexResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_sessiond_v1_multiplex_proto_msgTypes[3]
+	mi := &file_sessiond_v1_multiplex_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -251,7 +328,7 @@ func (x *MultiplexResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MultiplexResponse.ProtoReflect.Descriptor instead.
 func (*MultiplexResponse) Descriptor() ([]byte, []int) {
-	return file_sessiond_v1_multiplex_proto_rawDescGZIP(), []int{3}
+	return file_sessiond_v1_multiplex_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *MultiplexResponse) GetAnswers() []*MultiplexAnswer {
@@ -278,14 +355,16 @@ type MultiplexAnswer struct {
 	// More parts follow.
 	More bool `protobuf:"varint,3,opt,name=more,proto3" json:"more,omitempty"`
 	// The google.rpc.Status of a call that failed, encoded. Unset: it did not.
-	Status        []byte `protobuf:"bytes,4,opt,name=status,proto3" json:"status,omitempty"`
+	Status []byte `protobuf:"bytes,4,opt,name=status,proto3" json:"status,omitempty"`
+	// This is a response of a call that answers with a stream, and the call goes on. The answer that ends such a call has no response.
+	Continues     bool `protobuf:"varint,5,opt,name=continues,proto3" json:"continues,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *MultiplexAnswer) Reset() {
 	*x = MultiplexAnswer{}
-	mi := &file_sessiond_v1_multiplex_proto_msgTypes[4]
+	mi := &file_sessiond_v1_multiplex_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -297,7 +376,7 @@ func (x *MultiplexAnswer) String() string {
 func (*MultiplexAnswer) ProtoMessage() {}
 
 func (x *MultiplexAnswer) ProtoReflect() protoreflect.Message {
-	mi := &file_sessiond_v1_multiplex_proto_msgTypes[4]
+	mi := &file_sessiond_v1_multiplex_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -310,7 +389,7 @@ func (x *MultiplexAnswer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MultiplexAnswer.ProtoReflect.Descriptor instead.
 func (*MultiplexAnswer) Descriptor() ([]byte, []int) {
-	return file_sessiond_v1_multiplex_proto_rawDescGZIP(), []int{4}
+	return file_sessiond_v1_multiplex_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *MultiplexAnswer) GetId() uint64 {
@@ -341,32 +420,45 @@ func (x *MultiplexAnswer) GetStatus() []byte {
 	return nil
 }
 
+func (x *MultiplexAnswer) GetContinues() bool {
+	if x != nil {
+		return x.Continues
+	}
+	return false
+}
+
 var File_sessiond_v1_multiplex_proto protoreflect.FileDescriptor
 
 const file_sessiond_v1_multiplex_proto_rawDesc = "" +
 	"\n" +
-	"\x1bsessiond/v1/multiplex.proto\x12\vsessiond.v1\"b\n" +
+	"\x1bsessiond/v1/multiplex.proto\x12\vsessiond.v1\"\x9a\x01\n" +
 	"\x10MultiplexRequest\x120\n" +
 	"\x05calls\x18\x01 \x03(\v2\x1a.sessiond.v1.MultiplexCallR\x05calls\x12\x1c\n" +
-	"\tcancelled\x18\x02 \x03(\x04R\tcancelled\"\xac\x01\n" +
+	"\tcancelled\x18\x02 \x03(\x04R\tcancelled\x126\n" +
+	"\acredits\x18\x03 \x03(\v2\x1c.sessiond.v1.MultiplexCreditR\acredits\"\xc4\x01\n" +
 	"\rMultiplexCall\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x16\n" +
 	"\x06method\x18\x02 \x01(\tR\x06method\x12\x1d\n" +
 	"\n" +
 	"timeout_us\x18\x03 \x01(\x04R\ttimeoutUs\x12:\n" +
 	"\bmetadata\x18\x04 \x03(\v2\x1e.sessiond.v1.MultiplexMetadataR\bmetadata\x12\x18\n" +
-	"\arequest\x18\x05 \x01(\fR\arequest\";\n" +
+	"\arequest\x18\x05 \x01(\fR\arequest\x12\x16\n" +
+	"\x06credit\x18\x06 \x01(\x04R\x06credit\"7\n" +
+	"\x0fMultiplexCredit\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
+	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\";\n" +
 	"\x11MultiplexMetadata\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\fR\x05value\"g\n" +
 	"\x11MultiplexResponse\x126\n" +
 	"\aanswers\x18\x01 \x03(\v2\x1c.sessiond.v1.MultiplexAnswerR\aanswers\x12\x1a\n" +
-	"\bdraining\x18\x02 \x01(\bR\bdraining\"i\n" +
+	"\bdraining\x18\x02 \x01(\bR\bdraining\"\x87\x01\n" +
 	"\x0fMultiplexAnswer\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x1a\n" +
 	"\bresponse\x18\x02 \x01(\fR\bresponse\x12\x12\n" +
 	"\x04more\x18\x03 \x01(\bR\x04more\x12\x16\n" +
-	"\x06status\x18\x04 \x01(\fR\x06status2b\n" +
+	"\x06status\x18\x04 \x01(\fR\x06status\x12\x1c\n" +
+	"\tcontinues\x18\x05 \x01(\bR\tcontinues2b\n" +
 	"\x10MultiplexService\x12N\n" +
 	"\tMultiplex\x12\x1d.sessiond.v1.MultiplexRequest\x1a\x1e.sessiond.v1.MultiplexResponse(\x010\x01B;Z9github.com/sessiond/sessiond/proto/sessiond/v1;sessiondv1b\x06proto3"
 
@@ -382,25 +474,27 @@ func file_sessiond_v1_multiplex_proto_rawDescGZIP() []byte {
 	return file_sessiond_v1_multiplex_proto_rawDescData
 }
 
-var file_sessiond_v1_multiplex_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
+var file_sessiond_v1_multiplex_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
 var file_sessiond_v1_multiplex_proto_goTypes = []any{
 	(*MultiplexRequest)(nil),  // 0: sessiond.v1.MultiplexRequest
 	(*MultiplexCall)(nil),     // 1: sessiond.v1.MultiplexCall
-	(*MultiplexMetadata)(nil), // 2: sessiond.v1.MultiplexMetadata
-	(*MultiplexResponse)(nil), // 3: sessiond.v1.MultiplexResponse
-	(*MultiplexAnswer)(nil),   // 4: sessiond.v1.MultiplexAnswer
+	(*MultiplexCredit)(nil),   // 2: sessiond.v1.MultiplexCredit
+	(*MultiplexMetadata)(nil), // 3: sessiond.v1.MultiplexMetadata
+	(*MultiplexResponse)(nil), // 4: sessiond.v1.MultiplexResponse
+	(*MultiplexAnswer)(nil),   // 5: sessiond.v1.MultiplexAnswer
 }
 var file_sessiond_v1_multiplex_proto_depIdxs = []int32{
 	1, // 0: sessiond.v1.MultiplexRequest.calls:type_name -> sessiond.v1.MultiplexCall
-	2, // 1: sessiond.v1.MultiplexCall.metadata:type_name -> sessiond.v1.MultiplexMetadata
-	4, // 2: sessiond.v1.MultiplexResponse.answers:type_name -> sessiond.v1.MultiplexAnswer
-	0, // 3: sessiond.v1.MultiplexService.Multiplex:input_type -> sessiond.v1.MultiplexRequest
-	3, // 4: sessiond.v1.MultiplexService.Multiplex:output_type -> sessiond.v1.MultiplexResponse
-	4, // [4:5] is the sub-list for method output_type
-	3, // [3:4] is the sub-list for method input_type
-	3, // [3:3] is the sub-list for extension type_name
-	3, // [3:3] is the sub-list for extension extendee
-	0, // [0:3] is the sub-list for field type_name
+	2, // 1: sessiond.v1.MultiplexRequest.credits:type_name -> sessiond.v1.MultiplexCredit
+	3, // 2: sessiond.v1.MultiplexCall.metadata:type_name -> sessiond.v1.MultiplexMetadata
+	5, // 3: sessiond.v1.MultiplexResponse.answers:type_name -> sessiond.v1.MultiplexAnswer
+	0, // 4: sessiond.v1.MultiplexService.Multiplex:input_type -> sessiond.v1.MultiplexRequest
+	4, // 5: sessiond.v1.MultiplexService.Multiplex:output_type -> sessiond.v1.MultiplexResponse
+	5, // [5:6] is the sub-list for method output_type
+	4, // [4:5] is the sub-list for method input_type
+	4, // [4:4] is the sub-list for extension type_name
+	4, // [4:4] is the sub-list for extension extendee
+	0, // [0:4] is the sub-list for field type_name
 }
 
 func init() { file_sessiond_v1_multiplex_proto_init() }
@@ -414,7 +508,7 @@ func file_sessiond_v1_multiplex_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_sessiond_v1_multiplex_proto_rawDesc), len(file_sessiond_v1_multiplex_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   5,
+			NumMessages:   6,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -26,12 +26,18 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// MultiplexService carries unary calls of the other services over one stream, which saves most of what a gRPC call of its own
-// costs. The Go client uses it, and makes the same calls as unary ones to a node that does not know it; nothing depends on it.
+// MultiplexService carries calls of the other services over one stream, which saves most of what a gRPC call of its own costs: unary
+// calls, and those that take one request and answer with a stream of responses (Subscribe). The Go client uses it, and makes the same
+// calls as gRPC calls of their own to a node that does not know it; nothing depends on it.
 type MultiplexServiceClient interface {
-	// Multiplex takes calls and answers each as soon as it has ended, in any order. A call is treated as a unary call of its
+	// Multiplex takes calls and answers each as soon as it has ended, in any order. A call is treated as a gRPC call of its
 	// method is: the same checks, limits, metrics and statuses. Deadline, metadata and cancellation are each call's own; the calls
-	// of a stream end with it. At most 16,384 at once; what is more is refused with RESOURCE_EXHAUSTED.
+	// of a stream end with it. At most 16,384 unary ones at once, and 131,072 that answer with a stream; what is more is refused with
+	// RESOURCE_EXHAUSTED. Methods that take a stream of requests (Attach) are refused with UNIMPLEMENTED.
+	//
+	// A call that answers with a stream has an answer for each response, and one more when it ends. The client says how much
+	// of that the node may send (MultiplexCall.credit), and grants more as it deals with what it has: so who is slow with one call holds
+	// up no other. Nothing else is granted: the stream is to be read all the time.
 	//
 	// The first response has nothing in it: the node takes calls. It may be waited for, to find out whether the node knows this
 	// method.
@@ -68,12 +74,18 @@ type MultiplexService_MultiplexClient = grpc.BidiStreamingClient[MultiplexReques
 // All implementations must embed UnimplementedMultiplexServiceServer
 // for forward compatibility.
 //
-// MultiplexService carries unary calls of the other services over one stream, which saves most of what a gRPC call of its own
-// costs. The Go client uses it, and makes the same calls as unary ones to a node that does not know it; nothing depends on it.
+// MultiplexService carries calls of the other services over one stream, which saves most of what a gRPC call of its own costs: unary
+// calls, and those that take one request and answer with a stream of responses (Subscribe). The Go client uses it, and makes the same
+// calls as gRPC calls of their own to a node that does not know it; nothing depends on it.
 type MultiplexServiceServer interface {
-	// Multiplex takes calls and answers each as soon as it has ended, in any order. A call is treated as a unary call of its
+	// Multiplex takes calls and answers each as soon as it has ended, in any order. A call is treated as a gRPC call of its
 	// method is: the same checks, limits, metrics and statuses. Deadline, metadata and cancellation are each call's own; the calls
-	// of a stream end with it. At most 16,384 at once; what is more is refused with RESOURCE_EXHAUSTED.
+	// of a stream end with it. At most 16,384 unary ones at once, and 131,072 that answer with a stream; what is more is refused with
+	// RESOURCE_EXHAUSTED. Methods that take a stream of requests (Attach) are refused with UNIMPLEMENTED.
+	//
+	// A call that answers with a stream has an answer for each response, and one more when it ends. The client says how much
+	// of that the node may send (MultiplexCall.credit), and grants more as it deals with what it has: so who is slow with one call holds
+	// up no other. Nothing else is granted: the stream is to be read all the time.
 	//
 	// The first response has nothing in it: the node takes calls. It may be waited for, to find out whether the node knows this
 	// method.

@@ -13,7 +13,7 @@ import (
 )
 
 // What is logged of a call, and whether it is, does not depend on when the library's interceptor is run.
-func TestUnaryLog(t *testing.T) {
+func TestLogs(t *testing.T) {
 	for _, tt := range []struct {
 		level slog.Level
 		code  codes.Code
@@ -31,7 +31,8 @@ func TestUnaryLog(t *testing.T) {
 		logs := logging.LoggerFunc(func(ctx context.Context, level logging.Level, msg string, fields ...any) {
 			logger.Log(ctx, slog.Level(level), msg, fields...) //nolint:sloglint // as in the server
 		})
-		intercept := unaryLog(logger, logging.UnaryServerInterceptor(logs, logging.WithLogOnEvents(logging.FinishCall), logging.WithLevels(logLevel)))
+		options := []logging.Option{logging.WithLogOnEvents(logging.FinishCall), logging.WithLevels(logLevel)}
+		intercept := unaryLog(logger, logging.UnaryServerInterceptor(logs, options...))
 		calls := 0
 		info := &grpc.UnaryServerInfo{FullMethod: "/sessiond.v1.SessionService/Read"}
 		resp, err := intercept(t.Context(), "request", info, func(context.Context, any) (any, error) {
@@ -41,16 +42,33 @@ func TestUnaryLog(t *testing.T) {
 		if calls != 1 || status.Code(err) != tt.code || resp != "response" {
 			t.Errorf("%v, %v: %d calls, %v, %v", tt.level, tt.code, calls, resp, err)
 		}
-		line := out.String()
-		if tt.want == "" && line != "" {
-			t.Errorf("%v, %v: logged %s", tt.level, tt.code, line)
+		wantLog(t, tt.level, tt.code, tt.want, "Read", out.String())
+
+		out.Reset()
+		streaming := streamLog(logger, logging.StreamServerInterceptor(logs, options...))
+		streamInfo := &grpc.StreamServerInfo{FullMethod: "/sessiond.v1.MessageService/Subscribe", IsServerStream: true}
+		err = streaming("service", &streamedCall{ctx: t.Context()}, streamInfo, func(any, grpc.ServerStream) error {
+			calls++
+			return status.Error(tt.code, "text")
+		})
+		if calls != 2 || status.Code(err) != tt.code {
+			t.Errorf("%v, %v: %d calls, %v", tt.level, tt.code, calls, err)
 		}
-		if tt.want != "" {
-			for _, part := range []string{"level=" + tt.want, "grpc.code=" + tt.code.String(), "grpc.method=Read", "grpc.start_time=", "grpc.time_ms="} {
-				if strings.Count(line, part) != 1 {
-					t.Errorf("%v, %v: %s is not in %s", tt.level, tt.code, part, line)
-				}
-			}
+		wantLog(t, tt.level, tt.code, tt.want, "Subscribe", out.String())
+	}
+}
+
+func wantLog(t *testing.T, level slog.Level, code codes.Code, want, method, line string) {
+	t.Helper()
+	if want == "" {
+		if line != "" {
+			t.Errorf("%v, %v: logged %s", level, code, line)
+		}
+		return
+	}
+	for _, part := range []string{"level=" + want, "grpc.code=" + code.String(), "grpc.method=" + method, "grpc.start_time=", "grpc.time_ms="} {
+		if strings.Count(line, part) != 1 {
+			t.Errorf("%v, %v: %s is not in %s", level, code, part, line)
 		}
 	}
 }

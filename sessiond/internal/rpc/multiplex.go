@@ -24,11 +24,11 @@ const (
 	envelopeBytes = 20
 	// How much may wait to be sent on a stream before no more calls are read from it: the client does not read.
 	maxUnsentBytes = 16 << 20
-	// How many calls of one stream may run.
+	// How many unary calls of one stream may run.
 	maxMultiplexed = 1 << 14
 )
 
-// multiplexService serves calls that come over one stream, each as if it were a unary call.
+// multiplexService serves calls that come over one stream, each as if it were a gRPC call of its own.
 //
 // A call over a stream costs neither a stream's set-up nor its headers, and shares writes to the socket, messages and wake-ups with
 // the calls that come and end at about the same time: what is there when the sender gets to run is sent as one message. Nothing
@@ -36,22 +36,29 @@ const (
 type multiplexService struct {
 	sessiondv1.UnimplementedMultiplexServiceServer
 
-	methods   map[string]multiplexMethod
-	intercept grpc.UnaryServerInterceptor
-	drain     <-chan struct{}
-	workers   *workers
+	methods         map[string]multiplexMethod
+	intercept       grpc.UnaryServerInterceptor
+	interceptStream grpc.StreamServerInterceptor
+	drain           <-chan struct{}
+	workers         *workers
 }
 
-// multiplexMethod is a unary method with what serves it.
+// multiplexMethod is a method with what serves it.
 type multiplexMethod struct {
-	handle  grpc.MethodHandler
+	handle  grpc.MethodHandler // nil: it answers with a stream
+	stream  grpc.StreamHandler
 	service any
 }
 
-// RegisterService notes the unary methods of a service.
+// RegisterService notes the methods of a service that take one request.
 func (m *multiplexService) RegisterService(desc *grpc.ServiceDesc, service any) {
 	for _, method := range desc.Methods {
-		m.methods["/"+desc.ServiceName+"/"+method.MethodName] = multiplexMethod{method.Handler, service}
+		m.methods["/"+desc.ServiceName+"/"+method.MethodName] = multiplexMethod{handle: method.Handler, service: service}
+	}
+	for _, method := range desc.Streams {
+		if !method.ClientStreams {
+			m.methods["/"+desc.ServiceName+"/"+method.StreamName] = multiplexMethod{stream: method.Handler, service: service}
+		}
 	}
 }
 
@@ -65,7 +72,7 @@ func (m *multiplexService) Multiplex(stream multiplexServer) error {
 	}
 	ctx, fail := context.WithCancelCause(stream.Context())
 	defer fail(nil)
-	s := &multiplexStream{multiplexService: m, stream: stream, ctx: ctx, fail: fail, running: map[uint64]*runningCall{}}
+	s := &multiplexStream{multiplexService: m, stream: stream, ctx: ctx, fail: fail, running: map[uint64]*runningCall{}, streamed: map[uint64]*streamedCall{}}
 	s.opened, _ = metadata.FromIncomingContext(ctx)
 	s.changed.L = &s.mu
 	wake := context.AfterFunc(ctx, s.change(func() {}))
@@ -109,12 +116,18 @@ type multiplexStream struct {
 
 	mu      sync.Mutex
 	changed sync.Cond
-	// running are the calls that want an answer, by their ids; active counts those that were cancelled as well.
-	running map[uint64]*runningCall
-	active  int
+	// running are the unary calls that want an answer, by their ids; active counts those that were cancelled as well. streamed and
+	// activeStreamed are those that answer with a stream.
+	running        map[uint64]*runningCall
+	active         int
+	streamed       map[uint64]*streamedCall
+	activeStreamed int
 	// unsent are the answers that wait to be sent, and bytes their size.
 	unsent []*sessiondv1.MultiplexAnswer
 	bytes  int
+	// streamedBytes of these are of streamed calls; parked are responses of such that do not wait there yet, for these are enough.
+	streamedBytes int
+	parked        []*sessiondv1.MultiplexAnswer
 	// sending says that somebody sends, told that the client has been told of draining.
 	sending        bool
 	draining, told bool
@@ -158,6 +171,9 @@ func (s *multiplexStream) read() error {
 				return err
 			}
 		}
+		for _, c := range request.GetCredits() {
+			s.grant(c.GetId(), c.GetBytes())
+		}
 		for _, id := range request.GetCancelled() {
 			s.cancel(id)
 		}
@@ -166,25 +182,39 @@ func (s *multiplexStream) read() error {
 
 func (s *multiplexStream) cancel(id uint64) {
 	s.mu.Lock()
-	c := s.running[id]
+	c, streamed := s.running[id], s.streamed[id]
 	delete(s.running, id)
+	delete(s.streamed, id)
 	s.mu.Unlock()
 	if c != nil {
 		c.cancel()
 	}
+	if streamed != nil {
+		streamed.giveUp()
+	}
+}
+
+// inUse tells whether a call under way has an id.
+func (s *multiplexStream) inUse(id uint64) bool { return s.running[id] != nil || s.streamed[id] != nil }
+
+func errCallIDInUse() error {
+	var faults check
+	faults.fault("calls.id", "must not be that of a call under way")
+	return faults.err()
 }
 
 // begin serves a call beside others.
 func (s *multiplexStream) begin(call *sessiondv1.MultiplexCall) error {
+	if method := s.methods[call.GetMethod()]; method.stream != nil {
+		return s.beginStreamed(call, method)
+	}
 	c := &runningCall{call: call}
 	c.ctx, c.cancel = s.context(call)
 	s.mu.Lock()
-	if s.running[call.GetId()] != nil {
+	if s.inUse(call.GetId()) {
 		s.mu.Unlock()
 		c.cancel()
-		var faults check
-		faults.fault("calls.id", "must not be that of a call under way")
-		return faults.err()
+		return errCallIDInUse()
 	}
 	s.running[call.GetId()] = c
 	s.active++
@@ -317,15 +347,20 @@ func (s *multiplexStream) takeLocked(response *sessiondv1.MultiplexResponse) int
 		s.unsent[taken] = nil
 		taken++
 		if len(a.GetResponse()) > partBytes {
-			rest := &sessiondv1.MultiplexAnswer{Id: a.GetId(), Response: a.GetResponse()[partBytes:]}
+			rest := &sessiondv1.MultiplexAnswer{Id: a.GetId(), Response: a.GetResponse()[partBytes:], Continues: a.GetContinues()}
 			s.unsent = append(s.unsent, rest)
-			a = &sessiondv1.MultiplexAnswer{Id: a.GetId(), Response: a.GetResponse()[:partBytes], More: true}
+			a = &sessiondv1.MultiplexAnswer{Id: a.GetId(), Response: a.GetResponse()[:partBytes], More: true, Continues: a.GetContinues()}
 		}
 		response.Answers = append(response.Answers, a)
 		size += len(a.GetResponse())
 		room -= len(a.GetResponse()) + len(a.GetStatus()) + envelopeBytes
 	}
 	s.unsent = append(s.unsent[:0], s.unsent[taken:]...)
+	for _, a := range response.GetAnswers() {
+		if a.GetContinues() {
+			s.takenLocked(a)
+		}
+	}
 	return size
 }
 
@@ -333,8 +368,6 @@ func (s *multiplexStream) takeLocked(response *sessiondv1.MultiplexResponse) int
 type multiplexedCall string
 
 func (c multiplexedCall) Method() string { return string(c) }
-
-var errNoHeaders = errors.New("a call on a shared stream has no headers and trailers of its own")
 
 func (multiplexedCall) SetHeader(metadata.MD) error  { return errNoHeaders }
 func (multiplexedCall) SendHeader(metadata.MD) error { return errNoHeaders }

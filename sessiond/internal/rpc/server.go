@@ -88,6 +88,22 @@ func chain(interceptors []grpc.UnaryServerInterceptor) grpc.UnaryServerIntercept
 	return all
 }
 
+// chainStream is chain for calls that answer with a stream.
+func chainStream(interceptors []grpc.StreamServerInterceptor) grpc.StreamServerInterceptor {
+	var all grpc.StreamServerInterceptor
+	for _, outer := range slices.Backward(interceptors) {
+		inner := all
+		if inner == nil {
+			all = outer
+			continue
+		}
+		all = func(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+			return outer(service, stream, info, func(service any, stream grpc.ServerStream) error { return inner(service, stream, info, handler) })
+		}
+	}
+	return all
+}
+
 // NewServer makes a Server. It reports itself as not serving until told otherwise.
 func NewServer(o Options) *Server {
 	metrics := grpcprom.NewServerMetrics(grpcprom.WithServerHandlingTimeHistogram())
@@ -106,6 +122,12 @@ func NewServer(o Options) *Server {
 		i.unary,
 		recovery.UnaryServerInterceptor(recovered),
 	}
+	streams := []grpc.StreamServerInterceptor{
+		metrics.StreamServerInterceptor(),
+		streamLog(o.Logger, logging.StreamServerInterceptor(logs, logOptions...)),
+		i.stream,
+		recovery.StreamServerInterceptor(recovered),
+	}
 
 	s := &Server{
 		health: health.NewServer(),
@@ -117,17 +139,13 @@ func NewServer(o Options) *Server {
 			grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: minPing, PermitWithoutStream: true}),
 			grpc.KeepaliveParams(keepalive.ServerParameters{Time: pingAfter, Timeout: pingTimeout}),
 			grpc.ChainUnaryInterceptor(unary...),
-			grpc.ChainStreamInterceptor(
-				metrics.StreamServerInterceptor(),
-				logging.StreamServerInterceptor(logs, logOptions...),
-				i.stream,
-				recovery.StreamServerInterceptor(recovered),
-			),
+			grpc.ChainStreamInterceptor(streams...),
 		),
 	}
 	// Its methods are those of the others.
 	m := &multiplexService{
-		methods: map[string]multiplexMethod{}, intercept: chain(unary), drain: o.Drain, workers: newWorkers(streamWorkers),
+		methods: map[string]multiplexMethod{}, intercept: chain(unary), interceptStream: chainStream(streams),
+		drain: o.Drain, workers: newWorkers(streamWorkers),
 	}
 	s.workers = m.workers
 	for _, to := range []grpc.ServiceRegistrar{s, m} {

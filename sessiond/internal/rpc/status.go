@@ -143,12 +143,15 @@ func logLevel(code codes.Code) logging.Level {
 // errorLevel is the level of a call that ends with an error of gRPC, or with none.
 func errorLevel(err error) logging.Level { return logLevel(status.Code(err)) }
 
-// What gRPC itself would say of a unary call, for those on a shared stream.
+// What gRPC itself would say of a call, for those on a shared stream.
 
-var errTooManyCalls = status.Errorf(codes.ResourceExhausted, "more than %d calls at once on one stream", maxMultiplexed)
+var (
+	errTooManyCalls    = status.Errorf(codes.ResourceExhausted, "more than %d unary calls at once on one stream", maxMultiplexed)
+	errTooManyStreamed = status.Errorf(codes.ResourceExhausted, "more than %d calls at once on one stream that answer with a stream", maxStreamed)
+)
 
 func noMethod(name string) error {
-	return status.Errorf(codes.Unimplemented, "no unary method %s", name)
+	return status.Errorf(codes.Unimplemented, "no method %s that a shared stream carries: one that takes one request", name)
 }
 
 func decode(request []byte, into any) error {
