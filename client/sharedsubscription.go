@@ -188,6 +188,8 @@ func (m *multiplexer) await(ctx context.Context, method string) *sharedStream {
 			return nil
 		case <-ctx.Done():
 			return nil
+		case <-m.ctx.Done():
+			return nil
 		}
 		again.Stop()
 	}

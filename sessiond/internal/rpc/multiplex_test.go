@@ -2,6 +2,8 @@ package rpc
 
 import (
 	"context"
+	"errors"
+	"io"
 	"net"
 	"slices"
 	"testing"
@@ -33,7 +35,24 @@ func (echo) Touch(ctx context.Context, r *sessiondv1.TouchRequest) (*sessiondv1.
 	return &sessiondv1.TouchResponse{}, nil
 }
 
-// Calls on a shared stream pass the interceptors of unary calls, in the same order, each with its own metadata on top of the stream's;
+type echoes struct {
+	sessiondv1.UnimplementedMessageServiceServer
+}
+
+func (echoes) Subscribe(r *sessiondv1.SubscribeRequest, stream grpc.ServerStreamingServer[sessiondv1.SubscribeResponse]) error {
+	if method, _ := grpc.Method(stream.Context()); method != sessiondv1.MessageService_Subscribe_FullMethodName || r.GetSessionId() != "id" {
+		return status.Errorf(codes.Internal, "method %s, session %s", method, r.GetSessionId())
+	}
+	if err := stream.SetHeader(metadata.Pairs("a", "b")); err == nil {
+		return status.Error(codes.Internal, "a header was taken and cannot be sent")
+	}
+	if err := stream.RecvMsg(r); !errors.Is(err, io.EOF) {
+		return status.Errorf(codes.Internal, "after the request: %v", err)
+	}
+	return nil
+}
+
+// Calls on a shared stream pass the interceptors of their kind, in the same order, each with its own metadata on top of the stream's;
 // one that an interceptor refuses does not reach its method, and leaves the others alone.
 func TestSharedCallsPassInterceptors(t *testing.T) {
 	defer goleak.VerifyNone(t)
@@ -42,19 +61,40 @@ func TestSharedCallsPassInterceptors(t *testing.T) {
 		order = append(order, info.FullMethod)
 		return next(ctx, req)
 	}
-	auth := func(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
+	admit := func(ctx context.Context) error {
 		order = append(order, "auth")
 		md, _ := metadata.FromIncomingContext(ctx)
 		if !slices.Equal(md.Get("authorization"), []string{"right"}) || !slices.Equal(md.Get("tenant"), []string{"of the stream"}) {
-			return nil, status.Error(codes.Unauthenticated, "who are you")
+			return status.Error(codes.Unauthenticated, "who are you")
+		}
+		return nil
+	}
+	auth := func(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
+		if err := admit(ctx); err != nil {
+			return nil, err
 		}
 		return next(ctx, req)
 	}
+	outerStream := func(service any, stream grpc.ServerStream, info *grpc.StreamServerInfo, next grpc.StreamHandler) error {
+		if info.IsClientStream || !info.IsServerStream {
+			t.Errorf("%+v", info)
+		}
+		order = append(order, info.FullMethod)
+		return next(service, stream)
+	}
+	authStream := func(service any, stream grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
+		if err := admit(stream.Context()); err != nil {
+			return err
+		}
+		return next(service, stream)
+	}
 	m := &multiplexService{
-		methods: map[string]multiplexMethod{}, intercept: chain([]grpc.UnaryServerInterceptor{outer, auth}), workers: newWorkers(1),
+		methods: map[string]multiplexMethod{}, workers: newWorkers(1), intercept: chain([]grpc.UnaryServerInterceptor{outer, auth}),
+		interceptStream: chainStream([]grpc.StreamServerInterceptor{outerStream, authStream}),
 	}
 	defer m.workers.stop()
 	sessiondv1.RegisterSessionServiceServer(m, echo{})
+	sessiondv1.RegisterMessageServiceServer(m, echoes{})
 	srv := grpc.NewServer()
 	sessiondv1.RegisterMultiplexServiceServer(srv, m)
 	l := bufconn.Listen(1 << 20)
@@ -77,40 +117,41 @@ func TestSharedCallsPassInterceptors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	request, err := proto.Marshal(&sessiondv1.TouchRequest{SessionId: "id"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	for id, token := range []string{"right", "wrong", ""} {
-		call := &sessiondv1.MultiplexCall{Id: uint64(id), Method: sessiondv1.SessionService_Touch_FullMethodName, Request: request}
-		if token != "" {
-			call.Metadata = []*sessiondv1.MultiplexMetadata{{Key: "authorization", Value: []byte(token)}}
-		}
-		order = nil
-		if err := stream.Send(&sessiondv1.MultiplexRequest{Calls: []*sessiondv1.MultiplexCall{call}}); err != nil {
-			t.Fatal(err)
-		}
-		var answers []*sessiondv1.MultiplexAnswer
-		for len(answers) == 0 {
-			r, err := stream.Recv()
-			if err != nil {
+	id := uint64(0)
+	for _, method := range []string{sessiondv1.SessionService_Touch_FullMethodName, sessiondv1.MessageService_Subscribe_FullMethodName} {
+		for _, token := range []string{"right", "wrong", ""} {
+			id++
+			// Both kinds of requests have the session's id first.
+			call := &sessiondv1.MultiplexCall{Id: id, Method: method, Request: append([]byte{1<<3 | 2, 2}, "id"...)}
+			if token != "" {
+				call.Metadata = []*sessiondv1.MultiplexMetadata{{Key: "authorization", Value: []byte(token)}}
+			}
+			order = nil
+			if err := stream.Send(&sessiondv1.MultiplexRequest{Calls: []*sessiondv1.MultiplexCall{call}}); err != nil {
 				t.Fatal(err)
 			}
-			answers = r.GetAnswers()
-		}
-		var st spb.Status
-		if err := proto.Unmarshal(answers[0].GetStatus(), &st); err != nil {
-			t.Fatal(err)
-		}
-		want := codes.OK
-		if token != "right" {
-			want = codes.Unauthenticated
-		}
-		if codes.Code(st.GetCode()) != want || len(answers) != 1 {
-			t.Errorf("with token %q: %v", token, &st)
-		}
-		if !slices.Equal(order, []string{sessiondv1.SessionService_Touch_FullMethodName, "auth"}) {
-			t.Errorf("interceptors ran as %v", order)
+			var answers []*sessiondv1.MultiplexAnswer
+			for len(answers) == 0 {
+				r, err := stream.Recv()
+				if err != nil {
+					t.Fatal(err)
+				}
+				answers = r.GetAnswers()
+			}
+			var st spb.Status
+			if err := proto.Unmarshal(answers[0].GetStatus(), &st); err != nil {
+				t.Fatal(err)
+			}
+			want := codes.OK
+			if token != "right" {
+				want = codes.Unauthenticated
+			}
+			if codes.Code(st.GetCode()) != want || len(answers) != 1 || answers[0].GetContinues() || answers[0].GetId() != id {
+				t.Errorf("%s with token %q: %v, %v", method, token, answers, &st)
+			}
+			if !slices.Equal(order, []string{method, "auth"}) {
+				t.Errorf("interceptors ran as %v", order)
+			}
 		}
 	}
 }
