@@ -323,11 +323,11 @@ func TestManySharedSubscriptions(t *testing.T) {
 			if err := proto.Unmarshal(a.GetResponse(), r); err != nil || !a.GetContinues() {
 				t.Fatalf("answer to %d: %v, %v", a.GetId(), a, err)
 			}
-			got := ""
+			var got []byte
 			for _, m := range r.GetMessages() {
-				got += string(m.GetPayload())
+				got = append(got, m.GetPayload()...)
 			}
-			if got != want {
+			if string(got) != want {
 				t.Fatalf("subscription %d: %q, want %q", a.GetId(), got, want)
 			}
 			of[a.GetId()] = true
