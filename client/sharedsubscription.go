@@ -92,7 +92,9 @@ func (c *sharedSubscription) leaveToGRPC() error {
 		return err
 	}
 	c.own, c.leave = own, nil
-	if err := own.SendMsg(c.request); err != nil {
+	request := c.request
+	c.request = nil
+	if err := own.SendMsg(request); err != nil {
 		return err
 	}
 	return own.CloseSend()
@@ -165,34 +167,47 @@ func (c *sharedSubscription) Trailer() metadata.MD {
 // await returns the stream to the node whose turn it is, and waits for it while there is going to be one soon. nil: leave the call to
 // gRPC.
 func (m *multiplexer) await(ctx context.Context, method string) *sharedStream {
-	patience := time.NewTimer(streamPatience)
-	defer patience.Stop()
+	var changed <-chan struct{}
+	var patience <-chan time.Time
 	for {
-		changed := m.changed()
-		if picker := m.picker.Load(); picker != nil {
-			pick, err := picker.Pick(balancer.PickInfo{FullMethodName: method, Ctx: ctx})
-			if err != nil && !errors.Is(err, balancer.ErrNoSubConnAvailable) || pick.Done != nil {
-				return nil
-			}
-			if err == nil {
-				if s := m.stream(picker, pick.SubConn); s != nil || !m.comes(pick.SubConn) {
-					return s
-				}
-			}
+		if s, wait := m.next(ctx, method); !wait {
+			return s
 		}
-		again := time.NewTimer(openAgain)
+		if changed == nil {
+			changed = m.changed()
+			continue // from here on no change goes unnoticed
+		}
+		if patience == nil {
+			patience = time.After(streamPatience)
+		}
 		select {
 		case <-changed:
-		case <-again.C:
-		case <-patience.C:
+		case <-time.After(openAgain): // a stream that has ended may be opened again
+		case <-patience:
 			return nil
 		case <-ctx.Done():
 			return nil
 		case <-m.ctx.Done():
 			return nil
 		}
-		again.Stop()
+		changed = nil
 	}
+}
+
+// next returns the stream to the node whose turn it is, or nil, and whether it is worth waiting for one.
+func (m *multiplexer) next(ctx context.Context, method string) (s *sharedStream, wait bool) {
+	picker := m.picker.Load()
+	if picker == nil {
+		return nil, true
+	}
+	pick, err := picker.Pick(balancer.PickInfo{FullMethodName: method, Ctx: ctx})
+	if err != nil || pick.Done != nil {
+		return nil, errors.Is(err, balancer.ErrNoSubConnAvailable)
+	}
+	if s := m.stream(picker, pick.SubConn); s != nil {
+		return s, false
+	}
+	return nil, m.comes(pick.SubConn)
 }
 
 // comes tells whether there may soon be a stream to a node.
