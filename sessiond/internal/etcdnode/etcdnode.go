@@ -41,7 +41,6 @@ import (
 	"go.etcd.io/etcd/client/pkg/v3/fileutil"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.etcd.io/etcd/server/v3/embed"
-	"go.etcd.io/etcd/server/v3/etcdserver/api/v3client"
 	"go.uber.org/zap"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
@@ -76,7 +75,7 @@ type Node struct {
 	inspector   *inspector
 	stopInspect context.CancelFunc
 
-	inProcess *clientv3.Client // with an embedded member, for transactions only
+	kv        *KV
 	member    *embed.Etcd
 	lock      *fileutil.LockedFile
 	socketDir string
@@ -171,7 +170,7 @@ func Embed(ctx context.Context, cfg EmbedConfig) (_ *Node, err error) {
 	if err := n.connect([]string{"unix://" + socket}, cfg.Logger); err != nil {
 		return nil, err
 	}
-	n.inProcess = v3client.New(n.member.Server)
+	n.kv = newInProcessKV(n.member.Server)
 	if err := n.disarm(ctx, cfg); err != nil {
 		return nil, err
 	}
@@ -214,6 +213,7 @@ func (n *Node) connect(endpoints []string, logger *slog.Logger) error {
 		return err
 	}
 	n.client = client
+	n.kv = newRemoteKV(client, n.sendBytes+requestOverhead)
 	n.endpoints = endpoints
 	if len(endpoints) == 1 {
 		return nil
@@ -287,14 +287,8 @@ func (n *Node) makeSocketPath(dataDir string) (string, error) {
 // Client is the client for everything but transactions.
 func (n *Node) Client() *clientv3.Client { return n.client }
 
-// KV is for reads and transactions. With an embedded member they are calls within the process, which spares most of what a
-// transaction costs in processor time.
-func (n *Node) KV() clientv3.KV {
-	if n.inProcess != nil {
-		return n.inProcess.KV
-	}
-	return n.client.KV
-}
+// KV is for reads and transactions.
+func (n *Node) KV() *KV { return n.kv }
 
 // Endpoints are the addresses that the client uses; those of an embedded member serve other nodes of this machine too.
 func (n *Node) Endpoints() []string { return n.endpoints }
@@ -321,7 +315,7 @@ func (n *Node) Close() error {
 	}
 	n.wg.Wait()
 	var errs []error
-	for _, client := range append(n.asks, n.client, n.inProcess) {
+	for _, client := range append(n.asks, n.client) {
 		if client == nil {
 			continue
 		}

@@ -7,8 +7,6 @@ import (
 	"slices"
 	"sync"
 	"time"
-
-	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
 const (
@@ -149,21 +147,21 @@ func (s *Store) clean(ctx context.Context) {
 func (s *Store) cleanUp(ctx context.Context, sessions []string) error {
 	octx, cancel := s.op(ctx)
 	defer cancel()
-	var looks []clientv3.Op
+	var looks []operation
 	for _, id := range sessions {
 		for _, prefix := range []string{s.keys.locksOf(id), s.keys.messagesOf(id)} {
-			looks = append(looks, clientv3.OpGet(prefix, clientv3.WithPrefix(), clientv3.WithLimit(1), clientv3.WithKeysOnly()))
+			looks = append(looks, opGetAnyKey(prefix))
 		}
-		looks = append(looks, clientv3.OpGet(s.keys.tailOf(id), clientv3.WithKeysOnly()))
+		looks = append(looks, opGetKey(s.keys.tailOf(id)))
 	}
 	found, err := s.kv.read(octx, looks...)
 	if err != nil {
 		return err
 	}
-	var tails []clientv3.Op // which may go in any case
+	var tails []operation // which may go in any case
 	for i, id := range sessions {
 		if len(found.Responses[3*i+2].GetResponseRange().Kvs) > 0 {
-			tails = append(tails, clientv3.OpDelete(s.keys.tailOf(id)))
+			tails = append(tails, opDelete(s.keys.tailOf(id)))
 		}
 	}
 	if len(tails) > 0 {
@@ -172,17 +170,17 @@ func (s *Store) cleanUp(ctx context.Context, sessions []string) error {
 		}
 	}
 	for i, id := range sessions {
-		var removals []clientv3.Op
+		var removals []operation
 		for j, prefix := range []string{s.keys.locksOf(id), s.keys.messagesOf(id)} {
 			if len(found.Responses[3*i+j].GetResponseRange().Kvs) > 0 {
-				removals = append(removals, clientv3.OpDelete(prefix, clientv3.WithPrefix()))
+				removals = append(removals, opDeleteAll(prefix))
 			}
 		}
 		if len(removals) == 0 {
 			continue
 		}
 		rctx, cancel := s.op(ctx)
-		_, err := s.txn(rctx, []clientv3.Cmp{missing(s.keys.sessionOf(id))}, removals, nil)
+		_, err := s.txn(rctx, []compare{missing(s.keys.sessionOf(id))}, removals, nil)
 		cancel()
 		if err != nil {
 			return err

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
@@ -27,8 +28,6 @@ const (
 	// added up, and 1.5 MiB.
 	maxGroupOps   = 128
 	maxGroupBytes = 1 << 20
-	// What an operation or a compare takes beside keys and values, at most.
-	opOverhead = 64
 )
 
 // errNotSent says that a step was not sent, so it certainly has not been carried out.
@@ -56,7 +55,7 @@ var errNotSent = errors.New("not sent")
 // one. That there is no space left is no refusal: the first write beyond the quota is carried out and answered with that error
 // all the same. While there is none, what only removes does not share a transaction with what writes, which etcd refuses.
 type group struct {
-	kv       clientv3.KV
+	kv       KV
 	limit    int           // transactions under way
 	patience time.Duration // until one counts no more
 	sizes    prometheus.Histogram
@@ -85,11 +84,11 @@ type step struct {
 	// patient says that it is in no hurry: it goes with the next transaction that is sent, or alone after a moment.
 	patient bool // under the group's lock
 
-	cmps      []clientv3.Cmp
-	then, els []clientv3.Op
+	cmps      []compare
+	then, els []operation
 	// late makes, right before the step is sent, the last of what it does then, at most so many operations: reads of what
 	// changes quickly. Not nil only with most.
-	late func() []clientv3.Op
+	late func() []operation
 	most int
 
 	bytes  int
@@ -107,11 +106,11 @@ const (
 )
 
 type answer struct {
-	resp *clientv3.TxnResponse
+	resp *etcdserverpb.TxnResponse
 	err  error
 }
 
-func newGroup(kv clientv3.KV) *group {
+func newGroup(kv KV) *group {
 	g := &group{
 		kv: kv, limit: maxUnderWay, patience: patience,
 		sizes: prometheus.NewHistogram(prometheus.HistogramOpts{
@@ -132,10 +131,11 @@ func (g *group) close() {
 
 // txn sends a step, alone or together with others, and returns its answer. An error that is not errNotSent leaves open
 // whether it was carried out, unless it says so itself.
-func (g *group) txn(ctx context.Context, s *step) (*clientv3.TxnResponse, error) {
+func (g *group) txn(ctx context.Context, s *step) (*etcdserverpb.TxnResponse, error) {
 	if ctx.Err() != nil {
 		return nil, fmt.Errorf("%w: %w", errNotSent, ctx.Err())
 	}
+	s.measure()
 	g.mu.Lock()
 	room := g.limit
 	if s.urgent {
@@ -150,7 +150,6 @@ func (g *group) txn(ctx context.Context, s *step) (*clientv3.TxnResponse, error)
 		s.finish()
 		return g.send(ctx, s)
 	}
-	s.measure()
 	s.answer = make(chan answer, 1)
 	if s.patient {
 		timer := time.AfterFunc(companyTimeout, func() {
@@ -273,7 +272,7 @@ func (g *group) gather() []*step {
 }
 
 // writes says whether a step may need space.
-func (s *step) writes() bool { return slices.ContainsFunc(s.then, clientv3.Op.IsPut) }
+func (s *step) writes() bool { return slices.ContainsFunc(s.then, isPut) }
 
 // heard notes whether there was space for what was sent.
 func (g *group) heard(err error, writes bool) {
@@ -299,18 +298,18 @@ func (s *step) finish() {
 // measure finds out how many bytes a step takes in a request, at most.
 func (s *step) measure() {
 	for _, c := range s.cmps {
-		s.bytes += opOverhead + len(c.KeyBytes()) + len(c.GetCompare().RangeEnd) + len(c.ValueBytes())
+		s.bytes += cmpBytes(c)
 	}
-	for _, ops := range [][]clientv3.Op{s.then, s.els} {
+	for _, ops := range [][]operation{s.then, s.els} {
 		for _, op := range ops {
-			s.bytes += opOverhead + len(op.KeyBytes()) + len(op.RangeBytes()) + len(op.ValueBytes())
+			s.bytes += opBytes(op)
 		}
 	}
 }
 
 // send sends one step as a transaction of its own.
-func (g *group) send(ctx context.Context, s *step) (*clientv3.TxnResponse, error) {
-	resp, err := g.kv.Txn(ctx).If(s.cmps...).Then(s.then...).Else(s.els...).Commit()
+func (g *group) send(ctx context.Context, s *step) (*etcdserverpb.TxnResponse, error) {
+	resp, err := g.kv.Txn(ctx, &etcdserverpb.TxnRequest{Compare: s.cmps, Success: s.then, Failure: s.els})
 	g.heard(err, s.writes())
 	return resp, err
 }
@@ -331,11 +330,11 @@ func (g *group) sendAll(steps []*step) {
 		steps[0].answer <- answer{resp, err}
 		return
 	}
-	ops := make([]clientv3.Op, len(steps))
+	ops, nested := make([]operation, len(steps)), make([]txnOp, len(steps))
 	for i, s := range steps {
-		ops[i] = clientv3.OpTxn(s.cmps, s.then, s.els)
+		ops[i] = nested[i].fill(s.cmps, s.then, s.els)
 	}
-	resp, err := g.kv.Txn(ctx).Then(ops...).Commit()
+	resp, err := g.kv.Txn(ctx, &etcdserverpb.TxnRequest{Success: ops})
 	g.heard(err, slices.ContainsFunc(steps, (*step).writes))
 	if refused(err) {
 		g.sendSingly(ctx, steps)
@@ -348,7 +347,7 @@ func (g *group) sendAll(steps []*step) {
 			s.answer <- answer{nil, err}
 			continue
 		}
-		own := (*clientv3.TxnResponse)(resp.Responses[i].GetResponseTxn())
+		own := resp.Responses[i].GetResponseTxn()
 		own.Header = resp.Header // nested answers have no revision of their own
 		s.answer <- answer{own, nil}
 	}

@@ -5,12 +5,12 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -21,65 +21,43 @@ import (
 
 // gate is an etcd whose transactions wait until they are let through, so that a test decides what is gathered.
 type gate struct {
-	clientv3.KV
+	KV
 
 	arrived chan *gateTxn
 }
 
 type gateTxn struct {
-	clientv3.Txn
-
-	g    *gate
-	ctx  context.Context //nolint:containedctx // of one call
-	then []clientv3.Op
+	req  *etcdserverpb.TxnRequest
 	pass chan error // nil: to etcd; else that is the answer, after etcd's if that is errLost
 }
 
 // errLost is an answer of etcd that was lost on the way.
 var errLost = errors.New("answer lost")
 
-func (g *gate) Txn(ctx context.Context) clientv3.Txn {
-	return &gateTxn{Txn: g.KV.Txn(ctx), g: g, ctx: ctx, pass: make(chan error, 1)}
-}
-
-func (x *gateTxn) If(cmps ...clientv3.Cmp) clientv3.Txn {
-	x.Txn = x.Txn.If(cmps...)
-	return x
-}
-
-func (x *gateTxn) Then(ops ...clientv3.Op) clientv3.Txn {
-	x.Txn, x.then = x.Txn.Then(ops...), ops
-	return x
-}
-
-func (x *gateTxn) Else(ops ...clientv3.Op) clientv3.Txn {
-	x.Txn = x.Txn.Else(ops...)
-	return x
-}
-
-func (x *gateTxn) Commit() (*clientv3.TxnResponse, error) {
-	x.g.arrived <- x
+func (g *gate) Txn(ctx context.Context, req *etcdserverpb.TxnRequest) (*etcdserverpb.TxnResponse, error) {
+	x := &gateTxn{req: req, pass: make(chan error, 1)}
+	g.arrived <- x
 	select {
 	case err := <-x.pass:
 		if err != nil && !errors.Is(err, errLost) {
 			return nil, err
 		}
-		resp, cerr := x.Txn.Commit()
+		resp, cerr := g.KV.Txn(ctx, req)
 		if err != nil {
 			return nil, err
 		}
 		return resp, cerr
-	case <-x.ctx.Done():
-		return nil, x.ctx.Err()
+	case <-ctx.Done():
+		return nil, ctx.Err()
 	}
 }
 
 // size is how many steps a transaction has.
 func (x *gateTxn) size() int {
-	if !x.then[0].IsTxn() {
+	if x.req.Success[0].GetRequestTxn() == nil {
 		return 1
 	}
-	return len(x.then)
+	return len(x.req.Success)
 }
 
 // gated makes a group with room for one transaction, that is taken.
@@ -121,11 +99,11 @@ func gateOf(t *testing.T, s *services) *gate {
 // putStep is a step of a session of its own.
 func putStep(name string) *step {
 	key := "group-test/" + rand.Text() + name
-	return &step{about: key, then: []clientv3.Op{clientv3.OpPut(key, name)}}
+	return &step{about: key, then: []operation{opPut(key, []byte(name), clientv3.NoLease)}}
 }
 
 type outcome struct {
-	resp *clientv3.TxnResponse
+	resp *etcdserverpb.TxnResponse
 	err  error
 }
 
@@ -156,8 +134,8 @@ func waitingIn(g *group) int {
 func TestGroupGathers(t *testing.T) {
 	g, etcds, first := gated(t)
 	steps := []*step{putStep("a"), putStep("b"), putStep("c")}
-	steps[1].cmps = []clientv3.Cmp{exists(steps[1].about)}
-	steps[1].els = []clientv3.Op{clientv3.OpGet(steps[0].about)}
+	steps[1].cmps = []compare{exists(steps[1].about)}
+	steps[1].els = []operation{opGet(steps[0].about)}
 	outcomes := enqueue(t.Context(), t, g, steps...)
 	first.pass <- nil
 	all := <-etcds.arrived
@@ -259,7 +237,7 @@ func TestGroupBounds(t *testing.T) {
 	var many []*step
 	for range 300 {
 		s := putStep("many")
-		s.cmps = []clientv3.Cmp{exists(s.about), exists(s.about + "/"), exists(s.about + "//")}
+		s.cmps = []compare{exists(s.about), exists(s.about + "/"), exists(s.about + "//")}
 		many = append(many, s)
 	}
 	if got := sizes(many...); fmt.Sprint(got) != "[125 125 50]" {
@@ -267,7 +245,7 @@ func TestGroupBounds(t *testing.T) {
 	}
 	large := func(bytes int) *step {
 		s := putStep("large")
-		s.then = []clientv3.Op{clientv3.OpPut(s.about, strings.Repeat("x", bytes))}
+		s.then = []operation{opPut(s.about, make([]byte, bytes), clientv3.NoLease)}
 		return s
 	}
 	if got := sizes(large(600<<10), large(600<<10), large(2<<20), putStep("a"), putStep("b")); fmt.Sprint(got) != "[3 1 1]" {
@@ -395,9 +373,9 @@ func TestGroupLate(t *testing.T) {
 	var made atomic.Int32
 	for _, s := range steps {
 		s.most = 2
-		s.late = func() []clientv3.Op {
+		s.late = func() []operation {
 			made.Add(1)
-			return []clientv3.Op{clientv3.OpGet(s.about)}
+			return []operation{opGet(s.about)}
 		}
 		if s.ops() != 3 {
 			t.Errorf("counts %d operations", s.ops())
@@ -424,7 +402,7 @@ func TestGroupLate(t *testing.T) {
 func TestGroupSendsTheRestToo(t *testing.T) {
 	g, etcds, first := gated(t)
 	a, b := putStep("a"), putStep("b")
-	again := &step{about: a.about, then: []clientv3.Op{clientv3.OpPut(a.about, "again")}}
+	again := &step{about: a.about, then: []operation{opPut(a.about, []byte("again"), clientv3.NoLease)}}
 	outcomes := enqueue(t.Context(), t, g, a, again, b)
 	first.pass <- nil
 	x, y := <-etcds.arrived, <-etcds.arrived
@@ -533,7 +511,7 @@ func TestGroupDeadLease(t *testing.T) {
 		t.Fatal(err)
 	}
 	dead := putStep("dead")
-	dead.then = []clientv3.Op{clientv3.OpPut(dead.about, "", clientv3.WithLease(lease.ID))}
+	dead.then = []operation{opPut(dead.about, []byte(""), lease.ID)}
 	outcomes := enqueue(t.Context(), t, g, putStep("a"), dead, putStep("b"))
 	first.pass <- nil
 	for range 1 + 3 { // all together, then each alone
@@ -556,7 +534,7 @@ func TestGroupNoSpace(t *testing.T) {
 	g, etcds, first := gated(t)
 	removal := func() *step {
 		key := "group-test/" + rand.Text()
-		return &step{about: key, then: []clientv3.Op{clientv3.OpDelete(key)}}
+		return &step{about: key, then: []operation{opDelete(key)}}
 	}
 	outcomes := enqueue(t.Context(), t, g, putStep("a"), removal())
 	first.pass <- nil
@@ -688,8 +666,8 @@ func TestDestroyAmongOthers(t *testing.T) {
 		}
 		wg.Wait()
 		resp, err := s.store.kv.read(t.Context(), s.store.readSession(id, false),
-			clientv3.OpGet(s.store.keys.locks(id), clientv3.WithPrefix(), clientv3.WithCountOnly()),
-			clientv3.OpGet(s.store.keys.messages(id), clientv3.WithPrefix(), clientv3.WithCountOnly()))
+			opCount(s.store.keys.locks(id)),
+			opCount(s.store.keys.messages(id)))
 		if err != nil {
 			t.Fatal(err)
 		}

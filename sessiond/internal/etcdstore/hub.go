@@ -59,14 +59,14 @@ type waiter struct {
 
 // standing is where a waiter's entry stands in the queue.
 type standing struct {
-	before   string      // the entry before it
-	revision int64       // as of which this is so
-	created  int64       // revision of its own entry
-	number   int64       // of its own entry
-	counter  int64       // what counted it
-	ready    time.Time   // until when its lease has enough left for a grant
-	term     uint64      // up to which that is known
-	session  clientv3.Op // reads what the grant is to show of the session
+	before   string    // the entry before it
+	revision int64     // as of which this is so
+	created  int64     // revision of its own entry
+	number   int64     // of its own entry
+	counter  int64     // what counted it
+	ready    time.Time // until when its lease has enough left for a grant
+	term     uint64    // up to which that is known
+	read     bool      // the grant is to show the session with its data
 }
 
 func newHub(k keys) *hub {

@@ -304,8 +304,8 @@ func (s *Store) Attach(ctx context.Context, frontEnd string, number uint64) (loc
 			revision = read.Kvs[0].ModRevision
 		}
 		resp, err := s.txn(octx,
-			[]clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(a.key), "=", revision)},
-			[]clientv3.Op{clientv3.OpPut(a.key, frontEndRecord{Node: s.node, Number: number}.encode(), clientv3.WithLease(lease))},
+			[]compare{writtenAt(a.key, revision)},
+			[]operation{opPut(a.key, []byte(frontEndRecord{Node: s.node, Number: number}.encode()), lease)},
 			nil)
 		if err != nil {
 			return nil, s.fail(ctx, err)
@@ -404,9 +404,9 @@ func (a *attachment) Abandon(ctx context.Context, requests []lock.Claim) error {
 	var found []queued
 	for len(requests) > 0 {
 		n := min(len(requests), maxTxnOps)
-		var ops []clientv3.Op
+		var ops []operation
 		for _, r := range requests[:n] {
-			ops = append(ops, clientv3.OpGet(a.s.keys.lock(r.Session, r.Request)))
+			ops = append(ops, opGet(a.s.keys.lock(r.Session, r.Request)))
 		}
 		requests = requests[n:]
 		octx, cancel := a.s.op(ctx)
@@ -443,15 +443,15 @@ func (a *attachment) Detach(ctx context.Context) error {
 
 // remove removes entries, and in the end the attachment, if the front-end is still attached here and not anew.
 func (a *attachment) remove(ctx context.Context, entries []queued, detach bool) error {
-	guard := clientv3.Compare(clientv3.ModRevision(a.key), "=", a.revision)
+	guard := writtenAt(a.key, a.revision)
 	var removals []removal
 	for _, e := range entries {
-		removals = append(removals, removal{e.key, []clientv3.Cmp{clientv3.Compare(clientv3.CreateRevision(e.key), "=", e.created)}})
+		removals = append(removals, removal{e.key, []compare{createdAt(e.key, e.created)}})
 	}
 	if detach {
 		removals = append(removals, removal{key: a.key})
 	}
-	kept, err := a.s.remove(ctx, []clientv3.Cmp{guard}, removals)
+	kept, err := a.s.remove(ctx, []compare{guard}, removals)
 	if err != nil {
 		return a.s.fail(ctx, err)
 	}

@@ -124,7 +124,7 @@ func TestDeadNode(t *testing.T) {
 
 // without is an etcd without one of its keys.
 type without struct {
-	clientv3.KV
+	KV
 	key string
 }
 
@@ -334,11 +334,11 @@ func TestAttachCommits(t *testing.T) {
 func TestPasses(t *testing.T) {
 	s := newServices(t, "")
 	const sessions, entries = 600, 40
-	var ops []clientv3.Op
+	var ops []operation
 	for i := range sessions {
 		for j := range entries {
 			value := entryRecord{Holder: "h", Node: "n"}.encode()
-			if ops = append(ops, clientv3.OpPut(s.store.keys.lock(fmt.Sprint(i), fmt.Sprint(j)), value)); len(ops) == maxTxnOps {
+			if ops = append(ops, opPut(s.store.keys.lock(fmt.Sprint(i), fmt.Sprint(j)), []byte(value), clientv3.NoLease)); len(ops) == maxTxnOps {
 				if _, err := s.store.txn(t.Context(), nil, ops, nil); err != nil {
 					t.Fatal(err)
 				}

@@ -21,22 +21,25 @@ var (
 )
 
 // firstEntry reads the oldest entry of a queue; the answer's count is the length of the queue.
-func (s *Store) firstEntry(id string) clientv3.Op {
-	return clientv3.OpGet(s.keys.locks(id), clientv3.WithPrefix(), clientv3.WithLimit(1),
-		clientv3.WithSort(clientv3.SortByCreateRevision, clientv3.SortAscend))
+func (s *Store) firstEntry(id string) operation {
+	return opGetOldest(s.keys.locks(id))
 }
 
 // entryBefore reads the youngest entry that is older than a revision.
-func (s *Store) entryBefore(id string, revision int64) clientv3.Op {
-	return clientv3.OpGet(s.keys.locks(id), clientv3.WithPrefix(), clientv3.WithLimit(1), clientv3.WithKeysOnly(),
-		clientv3.WithMaxCreateRev(revision-1), clientv3.WithSort(clientv3.SortByCreateRevision, clientv3.SortDescend))
+func (s *Store) entryBefore(id string, revision int64) operation {
+	return opGetYoungestKey(s.keys.locks(id), revision-1)
 }
 
-func (s *Store) readSession(id string, data bool) clientv3.Op {
+func (s *Store) readSession(id string, data bool) operation {
+	return readRecord(s.keys.session(id), data)
+}
+
+// readRecord is readSession for the session's key.
+func readRecord(key string, data bool) operation {
 	if data {
-		return clientv3.OpGet(s.keys.session(id))
+		return opGet(key)
 	}
-	return clientv3.OpGet(s.keys.session(id), clientv3.WithKeysOnly())
+	return opGetKey(key)
 }
 
 type foundRequest struct {
@@ -48,8 +51,7 @@ type foundRequest struct {
 func (s *Store) findRequest(ctx context.Context, id string, token uint64) (foundRequest, error) {
 	resp, err := s.kv.read(ctx,
 		s.readSession(id, false),
-		clientv3.OpGet(s.keys.locks(id), clientv3.WithPrefix(), clientv3.WithKeysOnly(),
-			clientv3.WithMinCreateRev(int64(token)), clientv3.WithMaxCreateRev(int64(token))),
+		opGetKeysMade(s.keys.locks(id), int64(token), int64(token)),
 	)
 	if err != nil {
 		return foundRequest{}, err
@@ -98,7 +100,7 @@ func (s *Store) Look(ctx context.Context, r lock.Request) (lock.View, error) {
 	defer cancel()
 	resp, err := s.kv.read(octx,
 		s.readSession(r.Session, false),
-		clientv3.OpGet(s.keys.lock(r.Session, r.ID)),
+		opGet(s.keys.lock(r.Session, r.ID)),
 		s.firstEntry(r.Session),
 	)
 	if err != nil {
@@ -131,7 +133,7 @@ func (s *Store) Release(ctx context.Context, sessionID, request string, token ui
 		about: s.keys.session(sessionID),
 		role:  releases, entry: key, holds: true, urgent: next != nil,
 		cmps: s.holds(sessionID, request, token),
-		then: append([]clientv3.Op{clientv3.OpDelete(key)}, next.reads()...),
+		then: append([]operation{opDelete(key)}, next.reads()...),
 	})
 	if err != nil {
 		return s.fail(ctx, err)
@@ -214,20 +216,20 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 	entry := &step{
 		about: about,
 		role:  acquires, entry: p.key,
-		cmps: []clientv3.Cmp{exists(about), missing(p.key)},
-		then: []clientv3.Op{
-			clientv3.OpPut(p.key, p.value, clientv3.WithLease(l.id)),
+		cmps: []compare{exists(about), missing(p.key)},
+		then: []operation{
+			opPut(p.key, []byte(p.value), l.id),
 			s.readSession(r.Session, r.Read),
-			clientv3.OpPut(s.keys.tail(r.Session), p.key, clientv3.WithLease(tail), clientv3.WithPrevKV()),
+			opExchange(s.keys.tail(r.Session), []byte(p.key), tail),
 		},
-		late: func() []clientv3.Op {
+		late: func() []operation {
 			around = s.surroundings(r.Session)
 			return around.ops(s.keys)
 		},
 		most: maxChain + 1,
-		els: []clientv3.Op{
+		els: []operation{
 			s.readSession(r.Session, false),
-			clientv3.OpGet(p.key),
+			opGet(p.key),
 			s.firstEntry(r.Session),
 		},
 	}
@@ -315,15 +317,15 @@ func (p *place) takeOver(ctx context.Context, kv *mvccpb.KeyValue) (v lock.View,
 	}
 	resp, err := s.group.txn(ctx, &step{
 		about: s.keys.session(r.Session),
-		cmps: []clientv3.Cmp{
+		cmps: []compare{
 			exists(s.keys.session(r.Session)),
-			clientv3.Compare(clientv3.CreateRevision(p.key), "=", kv.CreateRevision),
-			clientv3.Compare(clientv3.ModRevision(p.key), "=", kv.ModRevision),
+			createdAt(p.key, kv.CreateRevision),
+			writtenAt(p.key, kv.ModRevision),
 		},
-		then: []clientv3.Op{
-			clientv3.OpPut(p.key, p.value, clientv3.WithIgnoreLease()),
+		then: []operation{
+			opPutValue(p.key, []byte(p.value)),
 			s.readSession(r.Session, r.Read),
-			clientv3.OpGet(p.key),
+			opGet(p.key),
 			s.firstEntry(r.Session),
 			s.entryBefore(r.Session, kv.CreateRevision),
 		},
@@ -422,12 +424,12 @@ func (p *place) move(ctx context.Context) error {
 		p.value = p.record.encode()
 		resp, err := s.group.txn(ctx, &step{
 			about: s.keys.session(p.r.Session),
-			cmps: []clientv3.Cmp{
-				clientv3.Compare(clientv3.CreateRevision(p.key), "=", p.created),
-				clientv3.Compare(clientv3.Value(p.key), "=", was),
+			cmps: []compare{
+				createdAt(p.key, p.created),
+				hasValue(p.key, was),
 			},
-			then: []clientv3.Op{clientv3.OpPut(p.key, p.value, clientv3.WithLease(l.id))},
-			els:  []clientv3.Op{clientv3.OpGet(p.key, clientv3.WithKeysOnly())},
+			then: []operation{opPut(p.key, []byte(p.value), l.id)},
+			els:  []operation{opGetKey(p.key)},
 		})
 		switch {
 		case errors.Is(err, rpctypes.ErrLeaseNotFound):
@@ -482,7 +484,7 @@ func (p *place) standing(before string, revision int64) standing {
 		before: before, revision: revision,
 		number: p.number, counter: p.counter,
 		created: p.created, ready: p.lease.until.Add(-enough(p.r.TTL)), term: p.lease.term,
-		session: p.s.readSession(p.r.Session, p.r.Read),
+		read: p.r.Read,
 	}
 }
 
@@ -490,9 +492,9 @@ func (p *place) standing(before string, revision int64) standing {
 // more. The hub must have been told to keep what goes meanwhile.
 func (p *place) look(ctx context.Context, whole bool) (lock.View, error) {
 	s, r := p.s, p.r
-	ops := []clientv3.Op{
+	ops := []operation{
 		s.readSession(r.Session, r.Read),
-		clientv3.OpGet(p.key),
+		opGet(p.key),
 		s.entryBefore(r.Session, p.created),
 	}
 	if whole {
@@ -555,8 +557,8 @@ func (s *Store) removeEntry(ctx context.Context, l leftover) (bool, error) {
 	_, escaped, _ := s.keys.kind(l.key)
 	resp, err := s.group.txn(ctx, &step{
 		about: s.keys.sessionOf(escaped),
-		cmps:  []clientv3.Cmp{clientv3.Compare(clientv3.Value(l.key), "=", l.value)},
-		then:  []clientv3.Op{clientv3.OpDelete(l.key)},
+		cmps:  []compare{hasValue(l.key, l.value)},
+		then:  []operation{opDelete(l.key)},
 	})
 	if err != nil || !resp.Succeeded {
 		return false, err

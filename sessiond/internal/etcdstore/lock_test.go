@@ -156,9 +156,9 @@ func TestBrokenWatch(t *testing.T) {
 func TestStoredMessages(t *testing.T) {
 	s := newServices(t, "")
 	id := s.create(t)
-	var ops []clientv3.Op
+	var ops []operation
 	for i := range message.MaxStored - 1 {
-		ops = append(ops, clientv3.OpPut(s.store.keys.message(id, "s", fmt.Sprint(i))+lastName(1, 0), encodeLast([]byte("x"))))
+		ops = append(ops, opPut(s.store.keys.message(id, "s", fmt.Sprint(i))+lastName(1, 0), encodeLast([]byte("x")), clientv3.NoLease))
 		if len(ops) == maxTxnOps || i == message.MaxStored-2 {
 			if _, err := s.store.txn(t.Context(), nil, ops, nil); err != nil {
 				t.Fatal(err)

@@ -9,7 +9,6 @@ import (
 	"testing"
 	"time"
 
-	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.uber.org/goleak"
 
 	"github.com/sessiond/sessiond/sessiond/internal/etcdnode"
@@ -51,7 +50,7 @@ func open(t *testing.T, prefix string) *Store {
 	return openOn(t, prefix, etcd.KV())
 }
 
-func openOn(t *testing.T, prefix string, kv clientv3.KV) *Store {
+func openOn(t *testing.T, prefix string, kv KV) *Store {
 	t.Helper()
 	if prefix == "" {
 		prefix = rand.Text() + "/"

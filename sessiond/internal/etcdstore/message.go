@@ -1,6 +1,7 @@
 package etcdstore
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"slices"
@@ -51,14 +52,15 @@ func (s *Store) Publish(ctx context.Context, p message.Publish) (uint64, error) 
 	chunks := 0
 	payload := p.Payload
 	for ; len(payload) > chunkBytes; chunks++ {
-		key, value := base+chunkName(chunks), string(payload[:chunkBytes])
+		// A copy, because a caller who gives up has the payload back before it is sent.
+		key, value := base+chunkName(chunks), bytes.Clone(payload[:chunkBytes])
 		payload = payload[chunkBytes:]
 		cctx, cancel := s.op(ctx)
-		_, _, err := s.withLease(cctx, p.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+		_, _, err := s.withLease(cctx, p.TTL, func(lease clientv3.LeaseID) (*etcdserverpb.TxnResponse, error) {
 			return s.group.txn(cctx, &step{
 				about: about,
-				cmps:  []clientv3.Cmp{exists(about)},
-				then:  []clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},
+				cmps:  []compare{exists(about)},
+				then:  []operation{opPut(key, value, lease)},
 			})
 		})
 		cancel()
@@ -83,12 +85,12 @@ func (s *Store) publishLast(
 	defer cancel()
 	about, last := s.keys.session(p.Session), s.keys.message(p.Session, p.Stream, p.Request)+"e"
 	value := encodeLast(payload)
-	resp, _, err := s.withLease(octx, p.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+	resp, _, err := s.withLease(octx, p.TTL, func(lease clientv3.LeaseID) (*etcdserverpb.TxnResponse, error) {
 		return s.group.txn(octx, &step{
 			about: about,
-			cmps:  []clientv3.Cmp{created(about, etcdserverpb.Compare_EQUAL, born), empty(last)},
-			then:  []clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},
-			els:   []clientv3.Op{s.readSession(p.Session, false), clientv3.OpGet(last, clientv3.WithPrefix(), clientv3.WithKeysOnly())},
+			cmps:  []compare{createdAt(about, born), empty(last)},
+			then:  []operation{opPut(key, value, lease)},
+			els:   []operation{s.readSession(p.Session, false), opGetKeys(last)},
 		})
 	})
 	if err != nil {
@@ -116,8 +118,8 @@ func (s *Store) readRoom(ctx context.Context, p message.Publish) (born int64, po
 	for {
 		resp, err := s.kv.read(octx,
 			s.readSession(p.Session, false),
-			clientv3.OpGet(base+"e", clientv3.WithPrefix(), clientv3.WithKeysOnly()),
-			clientv3.OpGet(s.keys.messages(p.Session), clientv3.WithPrefix(), clientv3.WithKeysOnly()),
+			opGetKeys(base+"e"),
+			opGetKeys(s.keys.messages(p.Session)),
 		)
 		if err != nil {
 			return 0, 0, s.fail(ctx, err)
@@ -178,7 +180,7 @@ func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint
 	prefix := s.keys.stream(sessionID, stream)
 	resp, err := s.kv.read(octx,
 		s.readSession(sessionID, false),
-		clientv3.OpGet(prefix, clientv3.WithPrefix(), clientv3.WithKeysOnly()),
+		opGetKeys(prefix),
 	)
 	if err != nil {
 		return 0, s.fail(ctx, err)
@@ -203,7 +205,7 @@ func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint
 	for _, d := range due[:len(due)-keep] {
 		gone[d.part.prefix] = true
 	}
-	var ops []clientv3.Op
+	var ops []operation
 	whole := true
 	for _, kv := range all.Kvs {
 		part, ok := s.keys.part(string(kv.Key))
@@ -211,9 +213,9 @@ func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint
 			whole = false
 		} else if part.last {
 			if part.chunks > 0 {
-				ops = append(ops, clientv3.OpDelete(part.prefix, clientv3.WithPrefix()))
+				ops = append(ops, opDeleteAll(part.prefix))
 			} else {
-				ops = append(ops, clientv3.OpDelete(string(kv.Key)))
+				ops = append(ops, opDelete(string(kv.Key)))
 			}
 		}
 	}
@@ -221,8 +223,8 @@ func (s *Store) Trim(ctx context.Context, sessionID, stream string, through uint
 		// All that is there: at one go, unless something has come meanwhile.
 		resp, err := s.group.txn(octx, &step{
 			about: s.keys.session(sessionID),
-			cmps:  []clientv3.Cmp{clientv3.Compare(clientv3.CreateRevision(prefix), "<", resp.Header.Revision+1).WithPrefix()},
-			then:  []clientv3.Op{clientv3.OpDelete(prefix, clientv3.WithPrefix())},
+			cmps:  []compare{allOf(created(prefix, etcdserverpb.Compare_LESS, resp.Header.Revision+1))},
+			then:  []operation{opDeleteAll(prefix)},
 		})
 		if err != nil {
 			return 0, s.fail(ctx, err)
@@ -254,7 +256,7 @@ func (s *Store) retain(ctx context.Context, sessionID, stream string, ttl time.D
 	defer cancel()
 	resp, err := s.kv.read(octx,
 		s.readSession(sessionID, false),
-		clientv3.OpGet(s.keys.stream(sessionID, stream), clientv3.WithPrefix(), clientv3.WithKeysOnly()),
+		opGetKeys(s.keys.stream(sessionID, stream)),
 	)
 	if err != nil {
 		return false, s.fail(ctx, err)
@@ -265,12 +267,12 @@ func (s *Store) retain(ctx context.Context, sessionID, stream string, ttl time.D
 	}
 	for part := range slices.Chunk(all.Kvs, maxTxnOps) {
 		cctx, cancel := s.op(ctx)
-		resp, _, err := s.withLease(cctx, ttl, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
-			var cmps []clientv3.Cmp
-			var then []clientv3.Op
+		resp, _, err := s.withLease(cctx, ttl, func(lease clientv3.LeaseID) (*etcdserverpb.TxnResponse, error) {
+			var cmps []compare
+			var then []operation
 			for _, kv := range part {
-				cmps = append(cmps, clientv3.Compare(clientv3.CreateRevision(string(kv.Key)), "=", kv.CreateRevision))
-				then = append(then, clientv3.OpPut(string(kv.Key), "", clientv3.WithIgnoreValue(), clientv3.WithLease(lease)))
+				cmps = append(cmps, createdAt(string(kv.Key), kv.CreateRevision))
+				then = append(then, opPutLease(string(kv.Key), lease))
 			}
 			return s.group.txn(cctx, &step{about: s.keys.session(sessionID), cmps: cmps, then: then})
 		})
@@ -402,7 +404,7 @@ func (f *feed) Stored(ctx context.Context, after uint64, yield func(message.Batc
 	}
 	resp, err := s.kv.read(octx,
 		s.readSession(f.id, false),
-		clientv3.OpGet(s.keys.messages(f.id), clientv3.WithPrefix(), clientv3.WithKeysOnly(), clientv3.WithMinCreateRev(int64(after)+1)),
+		opGetKeysMade(s.keys.messages(f.id), int64(after)+1, 0),
 	)
 	if err != nil {
 		return s.fail(ctx, err)
@@ -450,10 +452,10 @@ func (f *feed) Stored(ctx context.Context, after uint64, yield func(message.Batc
 
 // load makes messages of what was found or pushed, and reads what was not pushed along. Those that have gone meanwhile are left out.
 func (f *feed) load(ctx context.Context, found []pushed) ([]message.Message, error) {
-	var ops []clientv3.Op
+	var ops []operation
 	for _, e := range found {
 		if e.value == nil || e.part.chunks > 0 {
-			ops = append(ops, clientv3.OpGet(e.part.prefix, clientv3.WithPrefix()))
+			ops = append(ops, opGetAll(e.part.prefix))
 		}
 	}
 	var answers []*mvccpb.KeyValue

@@ -14,11 +14,11 @@ import (
 const recordFormat = 1
 
 // encodeSession makes a session record: format, TTL in milliseconds as a uvarint, data.
-func encodeSession(ttl time.Duration, data []byte) string {
+func encodeSession(ttl time.Duration, data []byte) []byte {
 	b := make([]byte, 0, len(data)+1+binary.MaxVarintLen64)
 	b = append(b, recordFormat)
 	b = binary.AppendUvarint(b, uint64(ttl.Milliseconds()))
-	return string(append(b, data...))
+	return append(b, data...)
 }
 
 func decodeSession(b []byte) (time.Duration, []byte, error) {
@@ -33,8 +33,8 @@ func decodeSession(b []byte) (time.Duration, []byte, error) {
 }
 
 // encodeLast makes the record of a message's last chunk: format, flags (none yet), data.
-func encodeLast(data []byte) string {
-	return string(append([]byte{recordFormat, 0}, data...))
+func encodeLast(data []byte) []byte {
+	return append([]byte{recordFormat, 0}, data...)
 }
 
 func decodeLast(b []byte) ([]byte, error) {

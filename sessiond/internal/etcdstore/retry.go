@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
@@ -30,7 +31,7 @@ func again[T any](ctx context.Context, members int, f func(context.Context) (T, 
 
 // kv is etcd's, with reads that are tried again.
 type kv struct {
-	clientv3.KV
+	KV
 
 	members int
 }
@@ -42,9 +43,10 @@ func (k kv) Get(ctx context.Context, key string, opts ...clientv3.OpOption) (*cl
 }
 
 // read runs several reads at one moment.
-func (k kv) read(ctx context.Context, ops ...clientv3.Op) (*clientv3.TxnResponse, error) {
-	return again(ctx, k.members, func(ctx context.Context) (*clientv3.TxnResponse, error) {
-		return k.Txn(ctx).Then(ops...).Commit()
+func (k kv) read(ctx context.Context, ops ...operation) (*etcdserverpb.TxnResponse, error) {
+	req := &etcdserverpb.TxnRequest{Success: ops}
+	return again(ctx, k.members, func(ctx context.Context) (*etcdserverpb.TxnResponse, error) {
+		return k.Txn(ctx, req)
 	})
 }
 

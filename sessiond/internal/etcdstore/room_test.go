@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/sessiond/sessiond/sessiond/internal/message"
@@ -19,14 +20,14 @@ import (
 
 // countedKV counts transactions, which all reads of sessions and messages beside a single Get are too.
 type countedKV struct {
-	clientv3.KV
+	KV
 
 	txns atomic.Int64
 }
 
-func (c *countedKV) Txn(ctx context.Context) clientv3.Txn {
+func (c *countedKV) Txn(ctx context.Context, req *etcdserverpb.TxnRequest) (*etcdserverpb.TxnResponse, error) {
 	c.txns.Add(1)
-	return c.KV.Txn(ctx)
+	return c.KV.Txn(ctx, req)
 }
 
 // M1, M2: a publish on a node that has published for the session before, or has a subscriber that has read all of it, is one

@@ -17,7 +17,7 @@ var errLeasesGone = errors.New("leases end as soon as they are granted")
 
 // withLease runs fn with a shared lease for the TTL, and again with another one if the first is gone. It also returns until
 // when the lease lives, at least.
-func (s *Store) withLease(ctx context.Context, ttl time.Duration, fn func(clientv3.LeaseID) (*clientv3.TxnResponse, error)) (*clientv3.TxnResponse, time.Time, error) {
+func (s *Store) withLease(ctx context.Context, ttl time.Duration, fn func(clientv3.LeaseID) (*etcdserverpb.TxnResponse, error)) (*etcdserverpb.TxnResponse, time.Time, error) {
 	for range leaseTries {
 		id, until, err := s.leases.take(ctx, ttl)
 		if err != nil {
@@ -37,33 +37,11 @@ func left(until time.Time, ttl time.Duration) time.Duration {
 	return max(min(time.Until(until), ttl), 0)
 }
 
-func exists(key string) clientv3.Cmp  { return created(key, etcdserverpb.Compare_GREATER, 0) }
-func missing(key string) clientv3.Cmp { return created(key, etcdserverpb.Compare_EQUAL, 0) }
-
-// empty holds if there is no key with the prefix.
-func empty(prefix string) clientv3.Cmp { return allOf(missing(prefix)) }
-
-// created compares the revision at which a key was made; a missing key's is 0. It is clientv3.Compare without the deep copy,
-// as allOf is WithPrefix without.
-func created(key string, result etcdserverpb.Compare_CompareResult, revision int64) clientv3.Cmp {
-	cmp := clientv3.CreateRevision(key)
-	c := cmp.GetCompare()
-	c.Result, c.TargetUnion = result, &etcdserverpb.Compare_CreateRevision{CreateRevision: revision}
-	return cmp
-}
-
-// allOf makes a compare of a prefix hold if it does for each key with it. If there is none, it compares a missing key.
-func allOf(cmp clientv3.Cmp) clientv3.Cmp {
-	c := cmp.GetCompare()
-	c.RangeEnd = []byte(clientv3.GetPrefixRangeEnd(string(c.Key)))
-	return cmp
-}
-
 // holds is true if the entry is there, was made at the revision, and is the oldest of its queue. The oldest stays the oldest, so
 // of an entry that this node has seen to be it, only the first is compared: etcd would read the whole queue for the other.
-func (s *Store) holds(id, request string, token uint64) []clientv3.Cmp {
+func (s *Store) holds(id, request string, token uint64) []compare {
 	key := s.keys.lock(id, request)
-	cmps := []clientv3.Cmp{created(key, etcdserverpb.Compare_EQUAL, int64(token))}
+	cmps := []compare{createdAt(key, int64(token))}
 	if !s.pool.isFirst(key, int64(token)) {
 		cmps = append(cmps, allOf(created(s.keys.locks(id), etcdserverpb.Compare_GREATER, int64(token)-1)))
 	}
@@ -75,15 +53,15 @@ func (s *Store) CreateSession(ctx context.Context, id string, data []byte, ttl t
 	octx, cancel := s.op(ctx)
 	defer cancel()
 	key, value := s.keys.session(id), encodeSession(ttl, data)
-	resp, until, err := s.withLease(octx, ttl, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+	resp, until, err := s.withLease(octx, ttl, func(lease clientv3.LeaseID) (*etcdserverpb.TxnResponse, error) {
 		return s.group.txn(octx, &step{
 			about: key,
-			cmps:  []clientv3.Cmp{missing(key)},
-			then: []clientv3.Op{
-				clientv3.OpPut(key, value, clientv3.WithLease(lease)),
+			cmps:  []compare{missing(key)},
+			then: []operation{
+				opPut(key, value, lease),
 				// What an expired session of the same id left, if nobody has removed it yet.
-				clientv3.OpDelete(s.keys.locks(id), clientv3.WithPrefix()),
-				clientv3.OpDelete(s.keys.messages(id), clientv3.WithPrefix()),
+				opDeleteAll(s.keys.locks(id)),
+				opDeleteAll(s.keys.messages(id)),
 			},
 		})
 	})
@@ -162,7 +140,7 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 		save.Request = found.request
 	}
 
-	cmps := []clientv3.Cmp{exists(key)}
+	cmps := []compare{exists(key)}
 	if save.Token != 0 {
 		// A grant from before the session was made anew is no grant of this one: its entry went when that was made.
 		cmps = append(cmps, s.holds(save.ID, save.Request, save.Token)...)
@@ -170,7 +148,7 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 		cmps = append(cmps, empty(s.keys.locks(save.ID)))
 	}
 	if save.Expected != nil {
-		cmps = append(cmps, clientv3.Compare(clientv3.ModRevision(key), "=", int64(*save.Expected)))
+		cmps = append(cmps, writtenAt(key, int64(*save.Expected)))
 	}
 	value := encodeSession(save.TTL, save.Data)
 	entry := s.keys.lock(save.ID, save.Request)
@@ -179,17 +157,17 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 		next = s.hub.successor(save.ID, entry)
 		defer next.settle()
 	}
-	resp, _, err := s.withLease(octx, save.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+	resp, _, err := s.withLease(octx, save.TTL, func(lease clientv3.LeaseID) (*etcdserverpb.TxnResponse, error) {
 		p := &step{
 			about: key,
 			cmps:  cmps,
-			then:  []clientv3.Op{clientv3.OpPut(key, value, clientv3.WithLease(lease))},
-			els:   []clientv3.Op{clientv3.OpGet(key, clientv3.WithKeysOnly()), s.firstEntry(save.ID)},
+			then:  []operation{opPut(key, value, lease)},
+			els:   []operation{opGetKey(key), s.firstEntry(save.ID)},
 			holds: save.Token != 0,
 		}
 		if save.Release {
 			p.role, p.entry, p.urgent = releases, entry, next != nil
-			p.then = append(append(p.then, clientv3.OpDelete(entry)), next.reads()...)
+			p.then = append(append(p.then, opDelete(entry)), next.reads()...)
 		}
 		return s.group.txn(octx, p)
 	})
@@ -242,11 +220,11 @@ func (s *Store) TouchSession(ctx context.Context, id string) (time.Duration, err
 		if sure && found.Remaining >= found.TTL-found.TTL/3 {
 			return found.Remaining, nil
 		}
-		resp, until, err := s.withLease(octx, found.TTL, func(lease clientv3.LeaseID) (*clientv3.TxnResponse, error) {
+		resp, until, err := s.withLease(octx, found.TTL, func(lease clientv3.LeaseID) (*etcdserverpb.TxnResponse, error) {
 			return s.group.txn(octx, &step{
 				about: key,
-				cmps:  []clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", int64(found.Revision))},
-				then:  []clientv3.Op{clientv3.OpPut(key, "", clientv3.WithIgnoreValue(), clientv3.WithLease(lease))},
+				cmps:  []compare{writtenAt(key, int64(found.Revision))},
+				then:  []operation{opPutLease(key, lease)},
 			})
 		})
 		if err != nil {
@@ -264,11 +242,11 @@ func (s *Store) DestroySession(ctx context.Context, id string) (bool, error) {
 	octx, cancel := s.op(ctx)
 	defer cancel()
 	key := s.keys.session(id)
-	resp, err := s.group.txn(octx, &step{about: key, then: []clientv3.Op{
-		clientv3.OpDelete(key),
-		clientv3.OpDelete(s.keys.locks(id), clientv3.WithPrefix()),
-		clientv3.OpDelete(s.keys.messages(id), clientv3.WithPrefix()),
-		clientv3.OpDelete(s.keys.tail(id)),
+	resp, err := s.group.txn(octx, &step{about: key, then: []operation{
+		opDelete(key),
+		opDeleteAll(s.keys.locks(id)),
+		opDeleteAll(s.keys.messages(id)),
+		opDelete(s.keys.tail(id)),
 	}})
 	if err != nil {
 		return false, s.fail(ctx, err)

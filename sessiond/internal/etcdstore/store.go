@@ -32,6 +32,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -54,10 +55,20 @@ const (
 	leaseTries = 8
 )
 
+// KV is what a Store needs for reads and transactions.
+type KV interface {
+	Get(ctx context.Context, key string, opts ...clientv3.OpOption) (*clientv3.GetResponse, error)
+	Put(ctx context.Context, key, value string, opts ...clientv3.OpOption) (*clientv3.PutResponse, error)
+	Delete(ctx context.Context, key string, opts ...clientv3.OpOption) (*clientv3.DeleteResponse, error)
+	// Txn sends a transaction once. It only reads the request, of which parts are in others too, and keeps nothing of it. Errors
+	// are rpctypes', or the context's, as with the transactions of clientv3.
+	Txn(ctx context.Context, req *etcdserverpb.TxnRequest) (*etcdserverpb.TxnResponse, error)
+}
+
 // Config describes a Store.
 type Config struct {
 	// KV serves reads and transactions.
-	KV clientv3.KV
+	KV KV
 	// Lease serves leases.
 	Lease clientv3.Lease
 	// Watcher serves watches, over a connection.
@@ -207,8 +218,8 @@ func (s *Store) op(ctx context.Context) (context.Context, context.CancelFunc) {
 }
 
 // txn runs a transaction that is about more than one session, or none. All others go through the group.
-func (s *Store) txn(ctx context.Context, cmps []clientv3.Cmp, then, els []clientv3.Op) (*clientv3.TxnResponse, error) {
-	return s.kv.Txn(ctx).If(cmps...).Then(then...).Else(els...).Commit()
+func (s *Store) txn(ctx context.Context, cmps []compare, then, els []operation) (*etcdserverpb.TxnResponse, error) {
+	return s.kv.Txn(ctx, &etcdserverpb.TxnRequest{Compare: cmps, Success: then, Failure: els})
 }
 
 // fail turns an error of etcd into one of ours; ctx is the caller's.

@@ -122,15 +122,15 @@ func (s *Store) readQueues(ctx context.Context, visits []func(queue []queued)) e
 // removal is a key to be removed if its compares hold.
 type removal struct {
 	key  string
-	cmps []clientv3.Cmp
+	cmps []compare
 }
 
 // remove removes keys, many in a transaction, as long as the guard holds: kept says that it did not.
-func (s *Store) remove(ctx context.Context, guard []clientv3.Cmp, removals []removal) (kept bool, err error) {
+func (s *Store) remove(ctx context.Context, guard []compare, removals []removal) (kept bool, err error) {
 	for chunk := range slices.Chunk(removals, removeTogether) {
-		var ops []clientv3.Op
+		var ops []operation
 		for _, r := range chunk {
-			ops = append(ops, clientv3.OpTxn(r.cmps, []clientv3.Op{clientv3.OpDelete(r.key)}, nil))
+			ops = append(ops, new(txnOp).fill(r.cmps, []operation{opDelete(r.key)}, nil))
 		}
 		octx, cancel := s.op(ctx)
 		resp, err := s.txn(octx, guard, ops, nil)
@@ -252,9 +252,9 @@ func (s *Store) sweepOnce(ctx context.Context) (again time.Duration, err error) 
 			// Not if the one before all others has gone meanwhile: a node whose key went with its lease may live and know nothing of it,
 			// and have granted the next one.
 			first := behind[e.key]
-			removals = append(removals, removal{e.key, []clientv3.Cmp{
-				clientv3.Compare(clientv3.ModRevision(e.key), "=", e.modified),
-				clientv3.Compare(clientv3.CreateRevision(first.key), "=", first.created),
+			removals = append(removals, removal{e.key, []compare{
+				writtenAt(e.key, e.modified),
+				createdAt(first.key, first.created),
 			}})
 		}
 	}
@@ -265,8 +265,8 @@ func (s *Store) sweepOnce(ctx context.Context) (again time.Duration, err error) 
 	}
 	for _, e := range owned {
 		if _, ok := gone[e.FrontEnd]; ok {
-			removals = append(removals, removal{e.key, []clientv3.Cmp{
-				clientv3.Compare(clientv3.CreateRevision(e.key), "=", e.created),
+			removals = append(removals, removal{e.key, []compare{
+				createdAt(e.key, e.created),
 				missing(s.keys.frontEnd(e.FrontEnd)),
 			}})
 		}

@@ -140,13 +140,13 @@ func (s *Store) surroundings(sessionID string) surroundings {
 
 // ops are the reads. With nothing known they count the queue. Who is before the entry is then read afterwards: etcd sorts a queue by
 // reading the whole of it, and within a write that would hold up everybody else's.
-func (a surroundings) ops(k keys) []clientv3.Op {
+func (a surroundings) ops(k keys) []operation {
 	if len(a.read) == 0 {
-		return []clientv3.Op{clientv3.OpGet(k.locks(a.session), clientv3.WithPrefix(), clientv3.WithCountOnly())}
+		return []operation{opCount(k.locks(a.session))}
 	}
-	ops := make([]clientv3.Op, len(a.read))
+	ops := make([]operation, len(a.read))
 	for i, m := range a.read {
-		ops[i] = clientv3.OpGet(m.key)
+		ops[i] = opGet(m.key)
 	}
 	return ops
 }

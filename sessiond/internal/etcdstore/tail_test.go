@@ -148,9 +148,9 @@ func TestAcquireReadsNoQueue(t *testing.T) {
 		granted := make(chan lock.Grant, 1)
 		go func() { granted <- s.acquire(t, id) }()
 		x := <-etcds.arrived
-		for _, op := range x.then {
-			if op.IsGet() && len(op.RangeBytes()) > 0 {
-				t.Errorf("reads from %s to %s", op.KeyBytes(), op.RangeBytes())
+		for _, op := range x.req.Success {
+			if r := op.GetRequestRange(); len(r.GetRangeEnd()) > 0 {
+				t.Errorf("reads from %s to %s", r.Key, r.RangeEnd)
 			}
 		}
 		x.pass <- nil

@@ -4,8 +4,8 @@ import (
 	"context"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/mvccpb"
-	clientv3 "go.etcd.io/etcd/client/v3"
 )
 
 // How long a waiter that has been promised its turn waits for it, when it has heard already that the entry before its own
@@ -49,15 +49,15 @@ func (h *hub) successor(sessionID, entry string) *successor {
 }
 
 // reads are to be carried out after the entry has been removed.
-func (n *successor) reads() []clientv3.Op {
+func (n *successor) reads() []operation {
 	if n == nil {
 		return nil
 	}
-	return []clientv3.Op{clientv3.OpGet(n.w.own, clientv3.WithKeysOnly()), n.at.session}
+	return []operation{opGetKey(n.w.own), readRecord(n.w.record, n.at.read)}
 }
 
 // granted takes the answers to the reads, of which the first has the index given, and wakes the waiter with them.
-func (n *successor) granted(resp *clientv3.TxnResponse, first int) {
+func (n *successor) granted(resp *etcdserverpb.TxnResponse, first int) {
 	if n == nil {
 		return
 	}
