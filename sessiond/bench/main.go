@@ -150,9 +150,12 @@ func (c *config) run(ctx context.Context, stdout, stderr io.Writer) (err error) 
 		name string
 		run  func(context.Context) error
 	}{
-		{sectionCycle, b.runCycle},
-		{sectionContention, b.runContention},
-		{sectionMessages, b.runMessages},
+		{sectionCycle, b.on(single, b.runCycle)},
+		{sectionContention, b.on(single, b.runContention)},
+		{sectionMessages, b.on(single, b.runMessages)},
+		{sectionCycle, b.on(cluster, b.runCycle)},
+		{sectionContention, b.on(cluster, b.runContention)},
+		{sectionMessages, b.on(cluster, b.runMessages)},
 		{sectionFrontEnds, b.runFrontEnds},
 		{scaleSessions, b.runScaleSessions},
 		{scaleLocks, b.runScaleLocks},
@@ -179,6 +182,16 @@ func (c *config) run(ctx context.Context, stdout, stderr io.Writer) (err error) 
 	all, ours := busy()
 	r.OthersCores = max((all-allBefore)-(ours-oursBefore), 0).Seconds() / r.Seconds
 	return errors.Join(err, r.write(c.out, stdout))
+}
+
+// on runs a section with the contestants of a field.
+func (b *bench) on(f *field, section func(context.Context) error) func(context.Context) error {
+	return func(ctx context.Context) error {
+		if err := b.start(ctx, f); err != nil {
+			return err
+		}
+		return section(ctx)
+	}
 }
 
 // raiseFileLimit allows as many open files as the system lets this process have; children inherit it.

@@ -25,8 +25,9 @@ type bench struct {
 	report   *report
 	progress io.Writer
 
-	field   []*contestant // nil until they are started
-	closers []func(context.Context) error
+	field       *field // that runs
+	contestants []*contestant
+	closers     []func(context.Context) error
 }
 
 func (b *bench) say(format string, args ...any) { fmt.Fprintf(b.progress, format+"\n", args...) }
@@ -39,7 +40,7 @@ func (b *bench) stop(ctx context.Context) error {
 	for _, f := range slices.Backward(b.closers) {
 		errs = append(errs, f(ctx))
 	}
-	b.closers, b.field = nil, nil
+	b.closers, b.contestants, b.field = nil, nil, nil
 	return errors.Join(errs...)
 }
 

@@ -190,7 +190,6 @@ func (r *report) text(out io.Writer) {
 	fmt.Fprintf(out, "%s\n", r.Machine)
 	fmt.Fprintf(out, "others on this machine used %.2f of its cores meanwhile; all contestants at rest %.2f\n", r.OthersCores, r.IdleCores)
 	for _, w := range r.Works {
-		base := r.find(w.Name, w.Base)
 		contended := strings.HasPrefix(w.Name, "contended")
 		fmt.Fprintf(out, "\n%s\n\n", w.Title)
 		t := table{head: []string{"", w.Unit, "of " + short(w.Base), "p50", "p99", "max", "commits", "CPU servers", "client", "memory"}}
@@ -203,11 +202,15 @@ func (r *report) text(out io.Writer) {
 				continue
 			}
 			m := c.Median
+			base := r.find(w.Name, w.Base)
+			if w.Base == namePut && (c.Name == namePut3 || c.Name == nameCluster) {
+				base = r.find(w.Name, namePut3)
+			}
 			cells := []string{
 				c.Name, number(m.Rate), number(ratio(c, base, rate)), inMillis(m.P50), inMillis(m.P99), inMillis(m.Max), number(m.CommitsPerOp),
 				fmt.Sprintf("%.0f µs", m.ServersCPU), fmt.Sprintf("%.0f µs", m.OwnCPU), fmt.Sprintf("%.0f MiB", m.MemoryMiB),
 			}
-			if contended && c.Name != namePut {
+			if contended && c.Name != namePut && c.Name != namePut3 {
 				cells = append(cells, inMillis(m.HandOver), number(m.Overtaken), fmt.Sprint(m.WorstOvertaken), number(m.MaxOverMedian))
 			}
 			t.row(cells...)

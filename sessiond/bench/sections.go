@@ -55,9 +55,6 @@ func (b *bench) takeTurns(ctx context.Context, field []*contestant, works ...wor
 
 // runCycle measures callers that each have a session of their own: no one waits for another's lock.
 func (b *bench) runCycle(ctx context.Context) error {
-	if err := b.start(ctx); err != nil {
-		return err
-	}
 	var works []work
 	for _, callers := range []int{1, 16, 128} {
 		works = append(works, work{
@@ -83,7 +80,7 @@ func (b *bench) runCycle(ctx context.Context) error {
 			},
 		})
 	}
-	return b.takeTurns(ctx, b.field, works...)
+	return b.takeTurns(ctx, b.contestants, works...)
 }
 
 func people(callers int) string {
@@ -104,9 +101,6 @@ func (l loop) round(ctx context.Context) (round, error) {
 
 // runContention measures callers that want the same session.
 func (b *bench) runContention(ctx context.Context) error {
-	if err := b.start(ctx); err != nil {
-		return err
-	}
 	locks := func(c *contestant) bool { return c.locks }
 	var works []work
 	for _, callers := range []int{2, 16, 64} {
@@ -115,7 +109,7 @@ func (b *bench) runContention(ctx context.Context) error {
 			long:  callers == 2,
 			title: fmt.Sprintf("%s on one session, again and again", people(callers)),
 			// A Put of one caller after the other is the limit here.
-			can: func(c *contestant) bool { return locks(c) || c.name == namePut },
+			can: func(c *contestant) bool { return locks(c) || c.name == namePut || c.name == namePut3 },
 			run: func(ctx context.Context, c *contestant, l loop) (round, error) {
 				if !c.locks {
 					l.callers = 1
@@ -139,7 +133,7 @@ func (b *bench) runContention(ctx context.Context) error {
 			return burst(ctx, c, l.meter, b.bursts)
 		},
 	})
-	return b.takeTurns(ctx, b.field, works...)
+	return b.takeTurns(ctx, b.contestants, works...)
 }
 
 // A queue watches who holds the lock of one session, and who was there before.
@@ -295,10 +289,7 @@ func burst(ctx context.Context, c *contestant, m meter, bursts int) (round, erro
 
 // runMessages measures the way of a message: from the call that publishes it to whoever has subscribed.
 func (b *bench) runMessages(ctx context.Context) error {
-	if err := b.start(ctx); err != nil {
-		return err
-	}
-	return b.takeTurns(ctx, b.field,
+	return b.takeTurns(ctx, b.contestants,
 		work{
 			name: "put", callers: 1, unit: "puts/s", title: "one Put after the other, for comparison with the next",
 			can: func(c *contestant) bool { return c.name == namePut || c.name == namePut3 },

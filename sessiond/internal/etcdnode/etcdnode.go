@@ -57,6 +57,8 @@ const (
 	snapshotEvery, keptInMemory, logFiles = 1000, 100, 2
 	// Free space that is worth giving back at a start, in MiB.
 	defragAtStart = 512
+	// What may be on its way to the client unread, on one stream and on all of them.
+	streamWindow, connWindow = 1 << 20, 4 << 20
 	// The longest path that fits a unix socket's address everywhere (104 bytes on some systems, with the final zero).
 	maxSocketPath = 100
 )
@@ -241,10 +243,14 @@ func (n *Node) newClient(endpoints []string, logger *slog.Logger) (*clientv3.Cli
 		MaxCallSendMsgSize:   n.sendBytes + requestOverhead,
 		// It warns of every call that fails; the one who calls does that.
 		Logger: newZap(logger, &n.closing, zap.ErrorLevel),
-		DialOptions: []grpc.DialOption{grpc.WithConnectParams(grpc.ConnectParams{
-			Backoff:           backoff.Config{BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second},
-			MinConnectTimeout: 2 * time.Second,
-		})},
+		DialOptions: []grpc.DialOption{
+			grpc.WithConnectParams(grpc.ConnectParams{
+				Backoff:           backoff.Config{BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second},
+				MinConnectTimeout: 2 * time.Second,
+			}),
+			// Fixed windows spare the ping after each answer by which gRPC would find out.
+			grpc.WithStaticStreamWindowSize(streamWindow), grpc.WithStaticConnWindowSize(connWindow),
+		},
 	})
 	if err != nil {
 		return nil, fmt.Errorf("etcd client: %w", err)
