@@ -11,12 +11,17 @@ import (
 )
 
 const (
-	// Revoking a lease removes its keys at one go; very many of them would stall etcd.
-	maxKeysPerLease = 1000
-	maxLeaseWindow  = time.Minute
+	// Revoking a lease removes its keys at one go, and etcd revokes 16 at a time, with which all others wait: the more keys one has,
+	// the longer.
+	maxKeysPerLease = 128
+	// With so many keys on a lease the next one is granted, so that nobody has to wait for it.
+	manyKeysPerLease = maxKeysPerLease / 2
+	maxLeaseWindow   = time.Minute
 	// How many leases' ends and how many TTL classes are remembered.
 	maxKnownLeases = 1 << 16
 	maxClasses     = 1 << 10
+	// Of how many sessions it is remembered which lease they were saved on.
+	maxSaved = 1 << 14
 	// How much a new leader of etcd gives leases on top of their TTLs: its election timeout, which is a second by default.
 	maxExtension = 10 * time.Second
 )
@@ -29,6 +34,9 @@ type leases struct {
 	grants *atomic.Int64
 	terms  *terms
 	window func(ttl time.Duration) time.Duration
+	// background runs a function beside the caller until it returns or the store is closed.
+	background func(func(context.Context))
+	saved      *recent[clientv3.LeaseID] // by session: the lease that it is on, as far as this node knows
 
 	mu      sync.Mutex
 	classes map[time.Duration]*leaseClass
@@ -41,21 +49,31 @@ type sharedLease struct {
 }
 
 type leaseClass struct {
-	turn   chan struct{} // held by who looks at or replaces the fields below
-	id     clientv3.LeaseID
-	usable time.Time
-	until  time.Time // lives until then, at least
-	keys   int
+	ttl  time.Duration
+	turn chan struct{} // held by who looks at or replaces the fields below
+	classLease
+	keys    int
+	next    classLease
+	ordered bool // the next one
 }
 
-func newLeases(lease clientv3.Lease, grants *atomic.Int64, terms *terms, window func(ttl time.Duration) time.Duration) *leases {
+// classLease is a lease that keys of a class are put on.
+type classLease struct {
+	id     clientv3.LeaseID // 0: none
+	usable time.Time
+	until  time.Time // lives until then, at least
+}
+
+func newLeases(lease clientv3.Lease, grants *atomic.Int64, terms *terms, window func(ttl time.Duration) time.Duration, background func(func(context.Context))) *leases {
 	return &leases{
-		lease:   lease,
-		grants:  grants,
-		terms:   terms,
-		window:  window,
-		classes: map[time.Duration]*leaseClass{},
-		known:   map[clientv3.LeaseID]sharedLease{},
+		lease:      lease,
+		grants:     grants,
+		terms:      terms,
+		window:     window,
+		background: background,
+		saved:      newRecent[clientv3.LeaseID](maxSaved),
+		classes:    map[time.Duration]*leaseClass{},
+		known:      map[clientv3.LeaseID]sharedLease{},
 	}
 }
 
@@ -68,49 +86,81 @@ func roundUp(d time.Duration) time.Duration {
 	return (d + time.Second - 1).Truncate(time.Second)
 }
 
-// take returns a lease that lives for at least ttl from now, and until when it does.
-func (l *leases) take(ctx context.Context, ttl time.Duration) (clientv3.LeaseID, time.Time, error) {
-	return l.takeFor(ctx, ttl, 0)
-}
-
-// takeFor is take for a key that is already on a lease.
+// takeFor returns a lease that lives for at least ttl from now, and until when it does: for a key that is on a lease, if it is known
+// on which, or 0.
 func (l *leases) takeFor(ctx context.Context, ttl time.Duration, on clientv3.LeaseID) (clientv3.LeaseID, time.Time, error) {
-	ttl = roundUp(ttl)
-	c := l.class(ttl)
-	select {
-	case c.turn <- struct{}{}:
-	case <-ctx.Done():
-		return 0, time.Time{}, ctx.Err()
+	c := l.class(roundUp(ttl))
+	if err := c.lock(ctx); err != nil {
+		return 0, time.Time{}, err
 	}
-	defer func() { <-c.turn }()
-
-	now := time.Now() // the lease runs from a later moment on
-	if c.id == 0 || now.After(c.usable) || (c.keys >= maxKeysPerLease && c.id != on) {
-		resp, err := l.lease.Grant(ctx, int64((ttl+l.window(ttl))/time.Second))
+	defer c.unlock()
+	if !c.has(on) {
+		c.classLease, c.next, c.keys = c.next, classLease{}, 0
+	}
+	if !c.has(on) {
+		granted, err := l.grant(ctx, c.ttl)
 		if err != nil {
 			return 0, time.Time{}, err
 		}
-		l.grants.Add(1)
-		c.id, c.keys, c.usable = resp.ID, 0, now.Add(l.window(ttl))
-		c.until = now.Add(time.Duration(resp.TTL) * time.Second)
-		l.remember(resp.ID, sharedLease{c.until, true})
+		c.classLease = granted
 	}
 	if c.id != on {
 		c.keys++
 	}
+	if c.keys >= manyKeysPerLease && c.next.id == 0 && !c.ordered {
+		c.ordered = true
+		l.background(func(ctx context.Context) { l.order(ctx, c) })
+	}
 	return c.id, c.until, nil
+}
+
+// has says whether the lease can take a key that is on one already, or on none.
+func (c *leaseClass) has(on clientv3.LeaseID) bool {
+	return c.id != 0 && !time.Now().After(c.usable) && (c.keys < maxKeysPerLease || c.id == on)
+}
+
+func (c *leaseClass) lock(ctx context.Context) error {
+	select {
+	case c.turn <- struct{}{}:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (c *leaseClass) unlock() { <-c.turn }
+
+// order has the next lease of a class granted. If that fails, who needs it will find out.
+func (l *leases) order(ctx context.Context, c *leaseClass) {
+	ctx, cancel := context.WithTimeout(ctx, opTimeout)
+	defer cancel()
+	next, _ := l.grant(ctx, c.ttl)
+	if c.lock(context.WithoutCancel(ctx)) == nil { // it is held for as long as a grant takes, at most
+		c.next, c.ordered = next, false
+		c.unlock()
+	}
+}
+
+func (l *leases) grant(ctx context.Context, ttl time.Duration) (classLease, error) {
+	now := time.Now() // the lease runs from a later moment on
+	resp, err := l.lease.Grant(ctx, int64((ttl+l.window(ttl))/time.Second))
+	if err != nil {
+		return classLease{}, err
+	}
+	l.grants.Add(1)
+	granted := classLease{resp.ID, now.Add(l.window(ttl)), now.Add(time.Duration(resp.TTL) * time.Second)}
+	l.remember(resp.ID, sharedLease{granted.until, true})
+	return granted, nil
 }
 
 // drop forgets a lease that turned out to be gone.
 func (l *leases) drop(ctx context.Context, ttl time.Duration, id clientv3.LeaseID) {
 	c := l.class(roundUp(ttl))
-	select {
-	case c.turn <- struct{}{}:
+	if c.lock(ctx) == nil {
 		if c.id == id {
 			c.id = 0
 		}
-		<-c.turn
-	case <-ctx.Done():
+		c.unlock()
 	}
 }
 
@@ -122,7 +172,7 @@ func (l *leases) class(ttl time.Duration) *leaseClass {
 		if len(l.classes) >= maxClasses {
 			clear(l.classes)
 		}
-		c = &leaseClass{turn: make(chan struct{}, 1)}
+		c = &leaseClass{ttl: ttl, turn: make(chan struct{}, 1)}
 		l.classes[ttl] = c
 	}
 	return c

@@ -11,9 +11,15 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/sessiond/sessiond/sessiond/internal/lock"
+	"github.com/sessiond/sessiond/sessiond/internal/session"
 )
 
-const leftoversEvery = 500 * time.Millisecond
+const (
+	leftoversEvery = 500 * time.Millisecond
+	// How many acquires may be making their entries. What etcd cannot do in time is no sign that it cannot be reached when thousands
+	// come at once, so the others wait before their time runs.
+	maxJoining = 1024
+)
 
 var (
 	errUnsettled = errors.New("lock entry comes and goes")
@@ -177,6 +183,14 @@ func (p *place) CheckAfter() time.Duration {
 }
 
 func (p *place) Join(ctx context.Context, ifFree bool) (lock.View, error) {
+	select {
+	case p.s.joining <- struct{}{}:
+		defer func() { <-p.s.joining }()
+	case <-ctx.Done():
+		return lock.View{}, context.Cause(ctx)
+	case <-p.s.Down():
+		return lock.View{}, session.ErrUnavailable
+	}
 	octx, cancel := p.s.op(ctx)
 	defer cancel()
 	for range leaseTries {

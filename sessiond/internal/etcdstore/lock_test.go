@@ -13,6 +13,7 @@ import (
 
 	"github.com/sessiond/sessiond/sessiond/internal/lock"
 	"github.com/sessiond/sessiond/sessiond/internal/message"
+	"github.com/sessiond/sessiond/sessiond/internal/session"
 )
 
 // L6: a release between a look at the queue and the wait is not missed: two callers on two nodes pass the lock to and fro, and no
@@ -188,5 +189,49 @@ func TestStoredMessages(t *testing.T) {
 	rest, err := s.messages.Trim(t.Context(), id, "s", 1<<60, 0)
 	if err != nil || removed+rest != message.MaxStored {
 		t.Errorf("trim: %d, %v", rest, err)
+	}
+}
+
+// L6: when thousands come at once, those who have to wait until others have made their entries are not told that the store cannot
+// be reached. They are served in their turn; who gives up meanwhile, or a store that is down, ends the wait at once.
+func TestTooManyAtOnce(t *testing.T) {
+	s := newServices(t, "")
+	id := s.create(t)
+	for range maxJoining {
+		s.store.joining <- struct{}{}
+	}
+	acquire := func(ctx context.Context) error {
+		g, err := s.locks.Acquire(ctx, lock.Request{Session: id, TTL: lock.DefaultTTL, Timeout: time.Minute})
+		if err != nil {
+			return err
+		}
+		return s.locks.Release(t.Context(), id, g.Request, g.Token)
+	}
+	gone, leave := context.WithCancel(t.Context())
+	leave()
+	if err := acquire(gone); !errors.Is(err, context.Canceled) {
+		t.Errorf("a caller that has gone: %v", err)
+	}
+	served := make(chan error, 1)
+	go func() { served <- acquire(t.Context()) }()
+	select {
+	case err := <-served:
+		t.Fatalf("served before its turn: %v", err)
+	case <-time.After(opTimeout + 500*time.Millisecond):
+	}
+	<-s.store.joining
+	if err := <-served; err != nil {
+		t.Errorf("in its turn: %v", err)
+	}
+
+	s.store.joining <- struct{}{}
+	go func() { served <- acquire(t.Context()) }()
+	s.store.health.set(false)
+	if err := <-served; !errors.Is(err, session.ErrUnavailable) {
+		t.Errorf("the store is down: %v", err)
+	}
+	s.store.health.set(true)
+	for range maxJoining {
+		<-s.store.joining
 	}
 }

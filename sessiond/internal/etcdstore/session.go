@@ -15,11 +15,16 @@ import (
 
 var errLeasesGone = errors.New("leases end as soon as they are granted")
 
-// withLease runs fn with a shared lease for the TTL, and again with another one if the first is gone. It also returns until
-// when the lease lives, at least.
+// withLease runs fn, which puts a key, with a shared lease for the TTL, and again with another one if the first is gone. It also
+// returns until when the lease lives, at least.
 func (s *Store) withLease(ctx context.Context, ttl time.Duration, fn func(clientv3.LeaseID) (*etcdserverpb.TxnResponse, error)) (*etcdserverpb.TxnResponse, time.Time, error) {
+	return s.withLeaseFor(ctx, ttl, 0, fn)
+}
+
+// withLeaseFor is withLease for a key that is on a lease.
+func (s *Store) withLeaseFor(ctx context.Context, ttl time.Duration, on clientv3.LeaseID, fn func(clientv3.LeaseID) (*etcdserverpb.TxnResponse, error)) (*etcdserverpb.TxnResponse, time.Time, error) {
 	for range leaseTries {
-		id, until, err := s.leases.take(ctx, ttl)
+		id, until, err := s.leases.takeFor(ctx, ttl, on)
 		if err != nil {
 			return nil, until, err
 		}
@@ -157,7 +162,9 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 		next = s.hub.successor(save.ID, entry)
 		defer next.settle()
 	}
-	resp, _, err := s.withLease(octx, save.TTL, func(lease clientv3.LeaseID) (*etcdserverpb.TxnResponse, error) {
+	var saved clientv3.LeaseID
+	resp, _, err := s.withLeaseFor(octx, save.TTL, s.leases.saved.of(save.ID), func(lease clientv3.LeaseID) (*etcdserverpb.TxnResponse, error) {
+		saved = lease
 		p := &step{
 			about: key,
 			cmps:  cmps,
@@ -175,6 +182,7 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 		return 0, s.fail(ctx, err)
 	}
 	if resp.Succeeded {
+		s.leases.saved.set(save.ID, func(on *clientv3.LeaseID) { *on = saved })
 		if save.Release {
 			next.granted(resp, 2)
 			s.pool.released(entry, resp.Header.Revision)
@@ -220,7 +228,7 @@ func (s *Store) TouchSession(ctx context.Context, id string) (time.Duration, err
 		if sure && found.Remaining >= found.TTL-found.TTL/3 {
 			return found.Remaining, nil
 		}
-		resp, until, err := s.withLease(octx, found.TTL, func(lease clientv3.LeaseID) (*etcdserverpb.TxnResponse, error) {
+		resp, until, err := s.withLeaseFor(octx, found.TTL, clientv3.LeaseID(read.Kvs[0].Lease), func(lease clientv3.LeaseID) (*etcdserverpb.TxnResponse, error) {
 			return s.group.txn(octx, &step{
 				about: key,
 				cmps:  []compare{writtenAt(key, int64(found.Revision))},

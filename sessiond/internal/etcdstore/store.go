@@ -96,6 +96,8 @@ type Store struct {
 	grants atomic.Int64
 	checks atomic.Int64
 	terms  terms
+	// joining is held by those who make a lock entry.
+	joining chan struct{}
 
 	group   *group
 	leases  *leases
@@ -130,13 +132,16 @@ func Open(cfg Config) *Store {
 		logger: cfg.Logger,
 		node:   rand.Text(),
 		cancel: cancel,
+
+		joining: make(chan struct{}, maxJoining),
 	}
 	s.group = newGroup(cfg.KV)
 	if cfg.Metrics != nil {
 		cfg.Metrics.MustRegister(s.group.sizes)
 	}
-	s.leases = newLeases(s.lease, &s.grants, &s.terms, window)
-	s.tails = newTails(s.lease, &s.grants, &s.terms)
+	background := func(f func(context.Context)) { s.wg.Go(func() { f(ctx) }) }
+	s.leases = newLeases(s.lease, &s.grants, &s.terms, window, background)
+	s.tails = newTails(s.lease, &s.grants, &s.terms, background)
 	s.pool = newPool(s.lease, &s.grants, &s.terms)
 	s.left = newLeftovers()
 	s.health = newHealth()

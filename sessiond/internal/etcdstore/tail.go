@@ -3,7 +3,6 @@ package etcdstore
 import (
 	"context"
 	"slices"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -43,8 +42,7 @@ const (
 type tails struct {
 	*leases
 
-	mu        sync.Mutex
-	ends, old map[string]ends // by session; the newer half, and the older
+	ends *recent[ends] // by session
 }
 
 // made is an entry as it was made.
@@ -62,39 +60,17 @@ type ends struct {
 	tail clientv3.LeaseID // of the session's tail
 }
 
-func newTails(lease clientv3.Lease, grants *atomic.Int64, terms *terms) *tails {
+func newTails(lease clientv3.Lease, grants *atomic.Int64, terms *terms, background func(func(context.Context))) *tails {
 	same := func(ttl time.Duration) time.Duration { return ttl }
-	return &tails{leases: newLeases(lease, grants, terms, same), ends: map[string]ends{}}
+	return &tails{leases: newLeases(lease, grants, terms, same, background), ends: newRecent[ends](maxHeads)}
 }
 
 // of returns what is known of a session's queue. The keys are empty if nothing is.
-func (t *tails) of(sessionID string) ends {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.ofLocked(sessionID)
-}
-
-func (t *tails) ofLocked(sessionID string) ends {
-	if e, ok := t.ends[sessionID]; ok {
-		return e
-	}
-	return t.old[sessionID]
-}
-
-func (t *tails) set(sessionID string, change func(*ends)) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	e := t.ofLocked(sessionID)
-	change(&e)
-	if _, ok := t.ends[sessionID]; !ok && len(t.ends) >= maxHeads/2 {
-		t.ends, t.old = map[string]ends{}, t.ends
-	}
-	t.ends[sessionID] = e
-}
+func (t *tails) of(sessionID string) ends { return t.ends.of(sessionID) }
 
 // setHead notes an entry that is the first of its queue, or was.
 func (t *tails) setHead(sessionID string, m made) {
-	t.set(sessionID, func(e *ends) {
+	t.ends.set(sessionID, func(e *ends) {
 		if m.created > e.head.created {
 			e.head = m
 		}
@@ -103,7 +79,7 @@ func (t *tails) setHead(sessionID string, m made) {
 
 // setLast notes an entry that has been made, and the lease that the tail got with it.
 func (t *tails) setLast(sessionID string, m made, tail clientv3.LeaseID) {
-	t.set(sessionID, func(e *ends) {
+	t.ends.set(sessionID, func(e *ends) {
 		if m.created > e.last.created {
 			e.last, e.tail = m, tail
 		}
