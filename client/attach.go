@@ -16,8 +16,12 @@ import (
 )
 
 const (
-	// How long a node may take to answer a hello. The next attempt most likely meets another node.
-	helloTimeout = time.Second
+	// How long a node may take to answer a hello. The next attempt most likely meets another node. From the third one in a row that
+	// fails on, each has that much longer, up to what a node needs to say that its store fails: nodes that have very much to do must
+	// not be asked again and again for what they are doing already.
+	helloTimeout, helloAtMost = time.Second, 3 * time.Second
+	// How many streams that fell silent are kept until the client is attached anew.
+	maxSilent = 4
 	// How long an attach that failed is waited for until the next one: at least the first, at most the second, and if
 	// trying again cannot help the third.
 	attachSoon, attachSlow, attachRarely = 10 * time.Millisecond, 250 * time.Millisecond, 5 * time.Second
@@ -270,12 +274,32 @@ func (a *attachment) run(ctx, leaving context.Context) {
 	var asking sync.WaitGroup
 	defer asking.Wait()
 	var asked atomic.Bool
-	delay := attachSoon
+	delay, failed := attachSoon, 0
+	// A node that is late is not hung up on before the client is attached anew, to the same or another one: it would count the client
+	// as gone from then on, and release its locks if it is as slow to take it in again (L10).
+	var silent []func()
+	hangUp := func() {
+		for _, f := range silent {
+			f()
+		}
+		silent = nil
+	}
+	defer hangUp()
 	for number := uint64(1); leaving.Err() == nil; number++ {
-		stood, err := a.stand(ctx, leaving, number)
+		patience := min(time.Duration(max(failed, 1))*helloTimeout, helloAtMost)
+		stood, end, err := a.stand(ctx, leaving, number, patience, hangUp)
 		a.setStanding(false)
+		failed++
 		if stood {
-			delay = attachSoon
+			delay, failed = attachSoon, 0
+		}
+		if errors.Is(err, errTimedOut) {
+			if silent = append(silent, end); len(silent) > maxSilent {
+				silent[0]()
+				silent = silent[1:]
+			}
+		} else {
+			end()
 		}
 		if !errors.Is(err, errTimedOut) {
 			a.setSilent(false)
@@ -320,28 +344,38 @@ func (a *attachment) allSilent(ctx context.Context) bool {
 
 type attachStream = grpc.BidiStreamingClient[sessiondv1.AttachRequest, sessiondv1.AttachResponse]
 
-// stand attaches to a node and keeps the stream until it breaks. It says whether the node had agreed.
-func (a *attachment) stand(ctx, leaving context.Context, number uint64) (stood bool, err error) {
+// stand attaches to a node and keeps the stream until it breaks or falls silent; end then ends it. The node has the time given to
+// agree, and then attached is called. It says whether the node had agreed.
+func (a *attachment) stand(
+	ctx, leaving context.Context, number uint64, patience time.Duration, attached func(),
+) (stood bool, end func(), err error) {
 	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
+	var reader sync.WaitGroup
+	end = func() {
+		cancel()
+		reader.Wait()
+	}
 	// Nothing has to be released before there is an attachment.
 	stop := context.AfterFunc(leaving, cancel)
 	defer stop()
 	stream, err := a.locks.Attach(ctx, grpc.WaitForReady(true))
 	if err != nil {
-		return false, fromStatus("attach", err)
+		return false, end, fromStatus("attach", err)
 	}
 	said := make(chan *sessiondv1.AttachResponse)
 	broken := make(chan error, 1)
-	var reader sync.WaitGroup
-	defer reader.Wait()
-	defer cancel()
+	began := time.Now()
+	var heard atomic.Int64 // when the node was heard last, since then
 	reader.Go(func() {
 		for {
 			m, err := stream.Recv()
 			if err != nil {
 				broken <- err
 				return
+			}
+			heard.Store(int64(time.Since(began)))
+			if m.GetPing() != nil {
+				continue // which is all that there is to do, nearly always
 			}
 			select {
 			case said <- m:
@@ -359,7 +393,6 @@ func (a *attachment) stand(ctx, leaving context.Context, number uint64) (stood b
 	send(&sessiondv1.AttachRequest{Message: &sessiondv1.AttachRequest_Hello{
 		Hello: &sessiondv1.AttachHello{FrontEnd: a.frontEnd, Number: number},
 	}})
-	patience := helloTimeout
 	silence := time.NewTimer(patience)
 	defer silence.Stop()
 	for {
@@ -368,34 +401,39 @@ func (a *attachment) stand(ctx, leaving context.Context, number uint64) (stood b
 			switch m := m.GetMessage().(type) {
 			case *sessiondv1.AttachResponse_Attached:
 				if !stop() {
-					return false, errLeft
+					return false, end, errLeft
 				}
 				stood = true
 				a.setStanding(true)
 				a.setSilent(false)
+				attached()
 				patience = max(5*m.Attached.GetPingInterval().AsDuration()/2, 100*time.Millisecond)
+				silence.Reset(patience)
 			case *sessiondv1.AttachResponse_Ask:
 				a.answer(m.Ask.GetPosition(), send)
 			}
-			silence.Reset(patience)
 		case <-a.given:
 			a.abandon(send)
 		case <-silence.C:
-			return stood, &Error{Op: "attach", Message: "no sign of life from the node", kind: errTimedOut}
+			if left := patience - time.Since(began.Add(time.Duration(heard.Load()))); left > 0 {
+				silence.Reset(left)
+				continue
+			}
+			return stood, end, &Error{Op: "attach", Message: "no sign of life from the node", kind: errTimedOut}
 		case err := <-broken:
 			if errors.Is(err, io.EOF) {
-				return stood, io.EOF
+				return stood, end, io.EOF
 			}
 			if leaving.Err() != nil && !stood {
-				return stood, errLeft
+				return stood, end, errLeft
 			}
-			return stood, fromStatus("attach", err)
+			return stood, end, fromStatus("attach", err)
 		case <-leaving.Done():
 			if !stood {
-				return stood, errLeft
+				return stood, end, errLeft
 			}
 			sayGoodbye(stream, send, said, broken)
-			return stood, errLeft
+			return stood, end, errLeft
 		}
 	}
 }

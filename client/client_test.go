@@ -201,6 +201,16 @@ type fake struct {
 	subscribe func(call int64, after uint64, send func(uint64)) error
 	confirms  atomic.Int64
 	confirm   func(call int64) error // nil: every subscription is confirmed
+	attaches  atomic.Int64
+	attach    func(call int64, hello *sessiondv1.AttachHello, stream sessiondv1.LockService_AttachServer) error
+}
+
+func (f *fake) Attach(stream sessiondv1.LockService_AttachServer) error {
+	m, err := stream.Recv()
+	if err != nil {
+		return err
+	}
+	return f.attach(f.attaches.Add(1), m.GetHello(), stream)
 }
 
 func (f *fake) Read(context.Context, *sessiondv1.ReadRequest) (*sessiondv1.ReadResponse, error) {
@@ -598,5 +608,61 @@ func TestL9NodesFallSilent(t *testing.T) {
 	}
 	if err := c.Release(ctx, again); err != nil {
 		t.Error(err)
+	}
+}
+
+// L10: a node that is late with its sign of life, or with its answer to a hello, is not hung up on before the client is attached anew. It
+// would count the client as gone and, as slow as it is, release its locks.
+func TestL10SlowNode(t *testing.T) {
+	attached := func(stream sessiondv1.LockService_AttachServer, every time.Duration) error {
+		return stream.Send(&sessiondv1.AttachResponse{Message: &sessiondv1.AttachResponse_Attached{
+			Attached: &sessiondv1.AttachAttached{Grace: durationpb.New(time.Second), PingInterval: durationpb.New(every)},
+		}})
+	}
+	silent := make(chan context.Context, 2)
+	anew := make(chan []context.Context, 1) // those that are not hung up before
+	f := &fake{attach: func(call int64, hello *sessiondv1.AttachHello, stream sessiondv1.LockService_AttachServer) error {
+		ctx := stream.Context()
+		if call > 3 || hello.GetNumber() != uint64(call) {
+			t.Errorf("attach %d has the number %d", call, hello.GetNumber())
+			return nil
+		}
+		switch call {
+		case 1: // no sign of life
+			silent <- ctx
+			if err := attached(stream, time.Millisecond); err != nil {
+				t.Error(err)
+			}
+		case 2: // no answer
+			silent <- ctx
+		case 3:
+			earlier := []context.Context{<-silent, <-silent}
+			for i, ctx := range earlier {
+				if ctx.Err() != nil {
+					t.Errorf("stream %d was hung up", i+1)
+				}
+			}
+			if err := attached(stream, time.Hour); err != nil {
+				t.Error(err)
+			}
+			anew <- earlier
+		}
+		<-ctx.Done()
+		return ctx.Err()
+	}}
+	c, err := client.New([]string{f.start(t, grpc_health_v1.HealthCheckResponse_SERVING)}, client.Options{Attach: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	for _, ctx := range <-anew {
+		<-ctx.Done()
+	}
+	if !c.Attached() {
+		t.Error("the client is not attached")
 	}
 }
