@@ -1031,7 +1031,8 @@ type AttachAttached struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// How long it may be away from all nodes.
 	Grace *durationpb.Duration `protobuf:"bytes,1,opt,name=grace,proto3" json:"grace,omitempty"`
-	// How often the node gives a sign of life, at least.
+	// How often the node gives a sign of life, at least: every second, and every 5 s on connections that were opened when it
+	// had 1,000.
 	PingInterval  *durationpb.Duration `protobuf:"bytes,2,opt,name=ping_interval,json=pingInterval,proto3" json:"ping_interval,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

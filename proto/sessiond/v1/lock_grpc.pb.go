@@ -41,10 +41,11 @@ const (
 //
 // What ends a lock or a place in a queue before its time:
 //   - A front-end that dies, if it was attached: its entries go when it has been away for the grace period (2 s by default)
-//     after the node found out. A process that is killed is found out at once; one that is cut off or frozen within 3 s.
+//     after the node found out. A process that is killed is found out at once; one that is cut off or frozen within 3 s, or
+//     within 19 s by a node with more than 1,000 connections.
 //   - A node that dies: calls that waited on it lose their places 3 s to 4 s after it, unless a retry on another node has
 //     taken them over. Held locks stay with their holders. A front-end that was attached to it has the grace period on
-//     top of that to attach elsewhere.
+//     top of that to attach elsewhere, and 12 s more with a ping_interval of 5 s.
 //
 // Any method may also return INVALID_ARGUMENT, BACKEND_UNAVAILABLE (within 3 s, not after the lock's timeout),
 // SHUTTING_DOWN and INTERNAL.
@@ -69,7 +70,8 @@ type LockServiceClient interface {
 	// period, everything that it acquired (AcquireRequest.front_end), held or waited for, through any node, is released.
 	//
 	// The front-end sends a hello and is answered with attached; only then is it. From then on the node sends a ping at least
-	// every ping_interval: a front-end that hears nothing for three of them should attach elsewhere. It answers each ask
+	// every ping_interval: a front-end that hears nothing for three of them should attach elsewhere, and not end the stream
+	// before it has, because the node may be slow and would count it as gone from then on. It answers each ask
 	// with its claims. To leave, it says goodbye, and the node ends the stream when its locks are released.
 	//
 	// The stream ends without an error after a goodbye, and when the front-end has attached anew; with
@@ -145,10 +147,11 @@ type LockService_AttachClient = grpc.BidiStreamingClient[AttachRequest, AttachRe
 //
 // What ends a lock or a place in a queue before its time:
 //   - A front-end that dies, if it was attached: its entries go when it has been away for the grace period (2 s by default)
-//     after the node found out. A process that is killed is found out at once; one that is cut off or frozen within 3 s.
+//     after the node found out. A process that is killed is found out at once; one that is cut off or frozen within 3 s, or
+//     within 19 s by a node with more than 1,000 connections.
 //   - A node that dies: calls that waited on it lose their places 3 s to 4 s after it, unless a retry on another node has
 //     taken them over. Held locks stay with their holders. A front-end that was attached to it has the grace period on
-//     top of that to attach elsewhere.
+//     top of that to attach elsewhere, and 12 s more with a ping_interval of 5 s.
 //
 // Any method may also return INVALID_ARGUMENT, BACKEND_UNAVAILABLE (within 3 s, not after the lock's timeout),
 // SHUTTING_DOWN and INTERNAL.
@@ -173,7 +176,8 @@ type LockServiceServer interface {
 	// period, everything that it acquired (AcquireRequest.front_end), held or waited for, through any node, is released.
 	//
 	// The front-end sends a hello and is answered with attached; only then is it. From then on the node sends a ping at least
-	// every ping_interval: a front-end that hears nothing for three of them should attach elsewhere. It answers each ask
+	// every ping_interval: a front-end that hears nothing for three of them should attach elsewhere, and not end the stream
+	// before it has, because the node may be slow and would count it as gone from then on. It answers each ask
 	// with its claims. To leave, it says goodbye, and the node ends the stream when its locks are released.
 	//
 	// The stream ends without an error after a goodbye, and when the front-end has attached anew; with

@@ -3,6 +3,7 @@ package etcdstore
 import (
 	"context"
 	"errors"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -23,6 +24,8 @@ const (
 	nodeRetry = 250 * time.Millisecond
 	// How long one may take.
 	nodeCall = time.Second
+	// Of how many front-ends it is remembered that they find out late.
+	maxLate = 1 << 17
 )
 
 var errNoNode = errors.New("node is not known to the others")
@@ -36,10 +39,16 @@ type liveness struct {
 	known     chan struct{}    // closed while there is
 	frontEnds map[string]int64 // all that are attached anywhere: the revision of their keys
 	here      map[string]*attachment
+
+	// Of front-ends that find out late that their nodes have died: how late. It is asked for when their keys have gone.
+	lateness *recent[time.Duration]
 }
 
 func newLiveness(k keys) *liveness {
-	return &liveness{keys: k, known: make(chan struct{}), frontEnds: map[string]int64{}, here: map[string]*attachment{}}
+	return &liveness{
+		keys: k, known: make(chan struct{}), frontEnds: map[string]int64{}, here: map[string]*attachment{},
+		lateness: newRecent[time.Duration](maxLate),
+	}
 }
 
 // wait waits until the node has its key.
@@ -133,6 +142,11 @@ func (l *liveness) seenLocked(kv *mvccpb.KeyValue, gone bool) {
 		delete(l.frontEnds, id)
 	default:
 		l.frontEnds[id] = kv.ModRevision
+		// A value that cannot be read says nothing.
+		rec, _ := decodeFrontEnd(kv.Value)
+		if late := rec.lateness(); late != l.lateness.of(id) {
+			l.lateness.set(id, func(known *time.Duration) { *known = late })
+		}
 	}
 	if a := l.here[id]; a != nil && kv.ModRevision > a.revision {
 		if gone {
@@ -147,7 +161,7 @@ func (l *liveness) seenLocked(kv *mvccpb.KeyValue, gone bool) {
 func (s *Store) loadFrontEnds(ctx context.Context) error {
 	ctx, cancel := s.op(ctx)
 	defer cancel()
-	resp, err := s.kv.Get(ctx, s.keys.allFrontEnds(), clientv3.WithPrefix(), clientv3.WithKeysOnly())
+	resp, err := s.kv.Get(ctx, s.keys.allFrontEnds(), clientv3.WithPrefix())
 	if err != nil {
 		return err
 	}
@@ -268,7 +282,8 @@ type attachment struct {
 	s        *Store
 	frontEnd string
 	key      string
-	revision int64 // of the key, as this attachment wrote it
+	value    string // of the key, as this attachment wrote it and no other does
+	revision int64  // of the key; 0: not known
 	asks     chan struct{}
 	ended    chan struct{}
 
@@ -277,7 +292,7 @@ type attachment struct {
 }
 
 // Attach implements lock.FrontEndStore.
-func (s *Store) Attach(ctx context.Context, frontEnd string, number uint64) (lock.Attachment, error) {
+func (s *Store) Attach(ctx context.Context, frontEnd string, number uint64, every time.Duration) (lock.Attachment, error) {
 	octx, cancel := s.op(ctx)
 	defer cancel()
 	if err := s.live.wait(octx); err != nil {
@@ -286,37 +301,59 @@ func (s *Store) Attach(ctx context.Context, frontEnd string, number uint64) (loc
 	s.live.mu.Lock()
 	lease := s.live.lease
 	s.live.mu.Unlock()
-	a := &attachment{s: s, frontEnd: frontEnd, key: s.keys.frontEnd(frontEnd), asks: make(chan struct{}, 1), ended: make(chan struct{})}
-	for range leaseTries {
+	a := &attachment{
+		s: s, frontEnd: frontEnd, key: s.keys.frontEnd(frontEnd),
+		value: frontEndRecord{Node: s.node, Number: number, LatenessMS: lock.Lateness(every).Milliseconds()}.encode(),
+		asks:  make(chan struct{}, 1), ended: make(chan struct{}),
+	}
+	// One that attaches for the first time is known nowhere.
+	revision := int64(0)
+	if number > 1 {
 		read, err := s.kv.Get(octx, a.key)
 		if err != nil {
 			return nil, s.fail(ctx, err)
 		}
-		revision := int64(0)
-		if len(read.Kvs) > 0 {
-			rec, err := decodeFrontEnd(read.Kvs[0].Value)
-			if err != nil {
-				return nil, err
-			}
-			if rec.Number >= number {
-				return nil, lock.ErrReplaced
-			}
-			revision = read.Kvs[0].ModRevision
+		if revision, err = attachedBefore(read.Kvs, number); err != nil {
+			return nil, err
 		}
-		resp, err := s.txn(octx,
+	}
+	// What is sent is waited for, although the front-end may have gone meanwhile: somebody has to know that it is attached.
+	tctx, cancel := s.op(context.WithoutCancel(ctx))
+	defer cancel()
+	for range leaseTries {
+		resp, err := s.txn(tctx,
 			[]compare{writtenAt(a.key, revision)},
-			[]operation{opPut(a.key, []byte(frontEndRecord{Node: s.node, Number: number}.encode()), lease)},
-			nil)
-		if err != nil {
+			[]operation{opPut(a.key, []byte(a.value), lease)},
+			[]operation{opGet(a.key)})
+		switch {
+		case refused(err):
 			return nil, s.fail(ctx, err)
-		}
-		if resp.Succeeded {
+		case err != nil:
+			a.end(session.ErrUnavailable)
+			return a, s.fail(ctx, err)
+		case resp.Succeeded:
 			a.revision = resp.Header.Revision
 			s.live.add(a, lease)
 			return a, nil
 		}
+		if revision, err = attachedBefore(resp.Responses[0].GetResponseRange().Kvs, number); err != nil {
+			return nil, err
+		}
 	}
 	return nil, s.fail(ctx, errUnsettled)
+}
+
+// attachedBefore returns the revision at which the key of a front-end was written, 0 if there is none, or ErrReplaced if by a later
+// attach than one with that number.
+func attachedBefore(kvs []*mvccpb.KeyValue, number uint64) (int64, error) {
+	if len(kvs) == 0 {
+		return 0, nil
+	}
+	rec, err := decodeFrontEnd(kvs[0].Value)
+	if err == nil && rec.Number >= number {
+		err = lock.ErrReplaced
+	}
+	return kvs[0].ModRevision, err
 }
 
 func (l *liveness) add(a *attachment, lease clientv3.LeaseID) {
@@ -386,17 +423,14 @@ func (a *attachment) Keep(ctx context.Context, position uint64, claims []lock.Cl
 	for _, c := range claims {
 		claimed[a.s.keys.lock(c.Session, c.Request)] = struct{}{}
 	}
-	var found []queued
-	err := a.s.passes.run(ctx, a.s, func(queue []queued) {
-		for _, e := range queue {
-			if _, ok := claimed[e.key]; !ok && e.FrontEnd == a.frontEnd && uint64(e.created) <= position {
-				found = append(found, e)
-			}
-		}
-	})
+	found, err := a.s.passes.of(ctx, a.s, a.frontEnd)
 	if err != nil {
 		return a.s.fail(ctx, err)
 	}
+	found = slices.DeleteFunc(found, func(e queued) bool {
+		_, ok := claimed[e.key]
+		return ok || uint64(e.created) > position
+	})
 	return a.remove(ctx, found, false)
 }
 
@@ -427,14 +461,7 @@ func (a *attachment) Abandon(ctx context.Context, requests []lock.Claim) error {
 }
 
 func (a *attachment) Detach(ctx context.Context) error {
-	var found []queued
-	err := a.s.passes.run(ctx, a.s, func(queue []queued) {
-		for _, e := range queue {
-			if e.FrontEnd == a.frontEnd {
-				found = append(found, e)
-			}
-		}
-	})
+	found, err := a.s.passes.of(ctx, a.s, a.frontEnd)
 	if err != nil {
 		return a.s.fail(ctx, err)
 	}
@@ -443,7 +470,7 @@ func (a *attachment) Detach(ctx context.Context) error {
 
 // remove removes entries, and in the end the attachment, if the front-end is still attached here and not anew.
 func (a *attachment) remove(ctx context.Context, entries []queued, detach bool) error {
-	guard := writtenAt(a.key, a.revision)
+	guard := hasValue(a.key, a.value)
 	var removals []removal
 	for _, e := range entries {
 		removals = append(removals, removal{e.key, []compare{createdAt(e.key, e.created)}})

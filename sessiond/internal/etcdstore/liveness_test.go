@@ -184,7 +184,7 @@ func TestGrantLostWithItsNode(t *testing.T) {
 	t.Parallel()
 	prefix := rand.Text() + "/"
 	a, dead := newServices(t, prefix), newServices(t, prefix)
-	at, err := a.store.Attach(t.Context(), "fe", 1)
+	at, err := a.store.Attach(t.Context(), "fe", 1, lock.PingEvery)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -230,7 +230,7 @@ func TestFrontEndDiesWithItsNode(t *testing.T) {
 			if !alone {
 				other = newServices(t, prefix)
 			}
-			if _, err := dead.store.Attach(t.Context(), "fe", 1); err != nil {
+			if _, err := dead.store.Attach(t.Context(), "fe", 1, lock.PingEvery); err != nil {
 				t.Fatal(err)
 			}
 			one, two := dead.create(t), dead.create(t)
@@ -256,7 +256,7 @@ func TestFrontEndDiesWithItsNode(t *testing.T) {
 func TestLostLease(t *testing.T) {
 	t.Parallel()
 	s := newServices(t, "")
-	at, err := s.store.Attach(t.Context(), "fe", 1)
+	at, err := s.store.Attach(t.Context(), "fe", 1, lock.PingEvery)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -275,10 +275,10 @@ func TestLostLease(t *testing.T) {
 	if err := at.Err(); !errors.Is(err, session.ErrUnavailable) {
 		t.Error(err)
 	}
-	again, err := s.store.Attach(t.Context(), "fe", 2)
+	again, err := s.store.Attach(t.Context(), "fe", 2, lock.PingEvery)
 	if errors.Is(err, session.ErrUnavailable) { // it was not known again yet
 		waitFor(t, 5*time.Second, "node is known again", func() bool {
-			again, err = s.store.Attach(t.Context(), "fe", 2)
+			again, err = s.store.Attach(t.Context(), "fe", 2, lock.PingEvery)
 			return err == nil
 		})
 	}
@@ -311,7 +311,7 @@ func TestAttachCommits(t *testing.T) {
 		}
 	}
 	check("attach", 1, func() (err error) {
-		at, err = s.store.Attach(t.Context(), "fe", 1)
+		at, err = s.store.Attach(t.Context(), "fe", 1, lock.PingEvery)
 		return err
 	})
 	defer at.Close()
@@ -346,12 +346,26 @@ func TestPasses(t *testing.T) {
 			}
 		}
 	}
+	ops = append(ops, opPut(s.store.keys.lock("1", "owned"), []byte(entryRecord{FrontEnd: "fe", Node: "n"}.encode()), clientv3.NoLease),
+		opPut(s.store.keys.lock("2", "owned"), []byte(entryRecord{FrontEnd: "fe", Node: "n"}.encode()), clientv3.NoLease))
+	if _, err := s.store.txn(t.Context(), nil, ops, nil); err != nil {
+		t.Fatal(err)
+	}
 	var wg sync.WaitGroup
 	for range 5 {
 		wg.Go(func() {
+			found, err := s.store.passes.of(t.Context(), s.store, "fe")
+			if err != nil || len(found) != 2 || found[0].key != s.store.keys.lock("1", "owned") || found[1].key != s.store.keys.lock("2", "owned") {
+				t.Errorf("a front-end's: %v, %v", found, err)
+			}
+			if found, err = s.store.passes.of(t.Context(), s.store, "another"); err != nil || len(found) > 0 {
+				t.Errorf("another one's: %v, %v", found, err)
+			}
+		})
+		wg.Go(func() {
 			queues := 0
 			err := s.store.passes.run(t.Context(), s.store, func(queue []queued) {
-				if queues++; len(queue) != entries {
+				if queues++; len(queue) != entries && queue[len(queue)-1].FrontEnd == "" {
 					t.Errorf("queue of %d", len(queue))
 				}
 			})
@@ -447,7 +461,7 @@ func TestBaseline(t *testing.T) {
 				attached := make(chan struct{})
 				done := make(chan error, 1)
 				go func() {
-					done <- frontEnds.Attach(t.Context(), frontEnd, 1, said, func(told lock.Told) error {
+					done <- frontEnds.Attach(t.Context(), frontEnd, 1, lock.PingEvery, said, func(told lock.Told) error {
 						if told.Attached {
 							close(attached)
 						}
@@ -510,5 +524,110 @@ func TestBaseline(t *testing.T) {
 	}
 	if err := a.locks.Release(t.Context(), id, held.Request, held.Token); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// L10: a front-end that finds out late that its node has died, because it is given signs of life rarely, has that much longer to attach
+// elsewhere. Others are not kept waiting by it.
+func TestLateFrontEnd(t *testing.T) {
+	t.Parallel()
+	prefix := rand.Text() + "/"
+	a, b := newServices(t, prefix), newServices(t, prefix)
+	var entries []queued
+	for id, every := range map[string]time.Duration{"usual": lock.PingEvery, "late": lock.RarePingEvery} {
+		if _, err := a.store.Attach(t.Context(), id, 1, every); err != nil {
+			t.Fatal(err)
+		}
+		entries = append(entries, queued{entryRecord: entryRecord{FrontEnd: id, Attached: true}})
+	}
+	known := func(id string) bool { return b.store.live.attached(id) }
+	waitFor(t, 5*time.Second, "the other node knows them", func() bool { return known("usual") && known("late") })
+	if _, err := etcd.Client().Delete(t.Context(), prefix+"a/", clientv3.WithPrefix()); err != nil {
+		t.Fatal(err)
+	}
+	waitFor(t, 5*time.Second, "the other node knows that they have gone", func() bool { return !known("usual") && !known("late") })
+	sweeping := &Store{kv: kv{KV: etcd.KV(), members: 1}, keys: b.store.keys, live: b.store.live, sweeper: newSweeper(lock.DefaultAttachGrace)}
+	late := lock.DefaultAttachGrace + lock.Lateness(lock.RarePingEvery)
+	for _, tt := range []struct {
+		since, again time.Duration
+		gone         int
+	}{
+		{0, lock.DefaultAttachGrace, 0},
+		{lock.DefaultAttachGrace, late - lock.DefaultAttachGrace, 1},
+		{late, 0, 2},
+	} {
+		since := time.Now().Add(-tt.since)
+		sweeping.sweeper.missing = map[string]time.Time{"usual": since, "late": since}
+		gone, again, err := sweeping.goneFrontEnds(t.Context(), entries)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, usual := gone["usual"]; len(gone) != tt.gone || (tt.gone == 1 && !usual) {
+			t.Errorf("after %v: %v", tt.since, gone)
+		}
+		if again > tt.again || again < tt.again-time.Second {
+			t.Errorf("after %v: again in %v, want %v", tt.since, again, tt.again)
+		}
+	}
+}
+
+// L10: a front-end whose attach was carried out although nobody knows, because etcd's answer was lost or the front-end had gone before it
+// came, is detached after the grace period, and not before; one that has attached anew meanwhile is not.
+func TestAttachCutOff(t *testing.T) {
+	t.Parallel()
+	prefix := rand.Text() + "/"
+	etcds := &gate{KV: etcd.KV(), arrived: make(chan *gateTxn, 10)}
+	a, b := openOn(t, prefix, etcds), newServices(t, prefix)
+	const grace = 500 * time.Millisecond
+	drain := make(chan struct{})
+	frontEnds := lock.NewFrontEnds(a, grace, drain, slog.New(slog.NewTextHandler(t.Output(), nil)))
+	defer frontEnds.Close()
+	attached := func(id string) int64 {
+		resp, err := etcd.Client().Get(t.Context(), a.keys.frontEnd(id), clientv3.WithCountOnly())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return resp.Count
+	}
+	for _, tt := range []struct {
+		name   string
+		answer error
+	}{{"lost", errLost}, {"gone", nil}, {"anew", errLost}} {
+		ctx, leave := context.WithCancel(t.Context())
+		said := make(chan lock.Said)
+		done := make(chan error, 1)
+		go func() {
+			done <- frontEnds.Attach(ctx, tt.name, 1, lock.PingEvery, said, func(lock.Told) error { return ctx.Err() })
+		}()
+		txn := <-etcds.arrived
+		if tt.answer == nil {
+			leave()
+		}
+		txn.pass <- tt.answer
+		if err := <-done; err == nil {
+			t.Errorf("%s: attached", tt.name)
+		}
+		leave()
+		ended := time.Now()
+		if got := attached(tt.name); got != 1 {
+			t.Fatalf("%s: %d keys after the attach", tt.name, got)
+		}
+		if tt.name == "anew" {
+			at, err := b.store.Attach(t.Context(), tt.name, 2, lock.PingEvery)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer at.Close()
+		}
+		detach := <-etcds.arrived
+		detach.pass <- nil
+		if waited := time.Since(ended); waited < grace-100*time.Millisecond {
+			t.Errorf("%s: detached after %v", tt.name, waited)
+		}
+		left := int64(0)
+		if tt.name == "anew" {
+			left = 1
+		}
+		waitFor(t, 5*time.Second, tt.name+" is detached, or stays", func() bool { return attached(tt.name) == left })
 	}
 }

@@ -74,6 +74,12 @@ type frontEndRecord struct {
 	Format int    `json:"f"`
 	Node   string `json:"node"`
 	Number uint64 `json:"number"`
+	// How much longer than others it may take to find out that its node has died, in milliseconds.
+	LatenessMS int64 `json:"late_ms,omitempty"`
+}
+
+func (r frontEndRecord) lateness() time.Duration {
+	return time.Duration(r.LatenessMS) * time.Millisecond
 }
 
 func (e entryRecord) encode() string {

@@ -2,6 +2,7 @@ package etcdstore
 
 import (
 	"context"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -46,26 +47,58 @@ type passes struct {
 
 type pass struct {
 	visits []func(queue []queued)
-	done   chan struct{}
-	err    error
+	// The entries of front-ends that are asked for. Thousands may be when they die together, so nobody looks for each in each queue.
+	owned map[string][]queued
+	done  chan struct{}
+	err   error
 }
 
 func newPasses() *passes { return &passes{turn: make(chan struct{}, 1)} }
 
 // run shows each queue that has entries to visit, in one goroutine, and returns when all have been shown.
 func (p *passes) run(ctx context.Context, s *Store, visit func(queue []queued)) error {
+	_, err := p.join(ctx, s, func(next *pass) { next.visits = append(next.visits, visit) })
+	return err
+}
+
+// of returns the entries of a front-end.
+func (p *passes) of(ctx context.Context, s *Store, frontEnd string) ([]queued, error) {
+	mine, err := p.join(ctx, s, func(next *pass) {
+		if next.owned == nil {
+			next.owned = map[string][]queued{}
+			next.visits = append(next.visits, next.sort)
+		}
+		next.owned[frontEnd] = nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	return slices.Clone(mine.owned[frontEnd]), nil // who asks for the same may share it
+}
+
+// sort keeps the entries that are asked for.
+func (p *pass) sort(queue []queued) {
+	for _, e := range queue {
+		if entries, ok := p.owned[e.FrontEnd]; ok {
+			p.owned[e.FrontEnd] = append(entries, e)
+		}
+	}
+}
+
+// join says what a pass is to do, and returns when it has been done.
+func (p *passes) join(ctx context.Context, s *Store, say func(next *pass)) (*pass, error) {
 	p.mu.Lock()
 	if p.next == nil {
 		p.next = &pass{done: make(chan struct{})}
 	}
 	mine := p.next
-	mine.visits = append(mine.visits, visit)
+	say(mine)
 	p.mu.Unlock()
 	select {
 	case p.turn <- struct{}{}:
 		defer func() { <-p.turn }()
 	case <-mine.done:
-		return mine.err
+		return mine, mine.err
 	}
 	p.mu.Lock()
 	begun := p.next != mine
@@ -79,7 +112,7 @@ func (p *passes) run(ctx context.Context, s *Store, visit func(queue []queued)) 
 		close(mine.done)
 	}
 	<-mine.done
-	return mine.err
+	return mine, mine.err
 }
 
 func (s *Store) readQueues(ctx context.Context, visits []func(queue []queued)) error {
@@ -281,8 +314,8 @@ func (s *Store) sweepOnce(ctx context.Context) (again time.Duration, err error) 
 	return again, err
 }
 
-// goneFrontEnds says which front-ends of entries have been attached nowhere for the grace period, and when to look
-// again because of those that have not been for so long.
+// goneFrontEnds says which front-ends of entries have been attached nowhere for the grace period, counted from when they can know
+// that their node has died, and when to look again because of those that have not been for so long.
 func (s *Store) goneFrontEnds(ctx context.Context, entries []queued) (gone map[string]struct{}, again time.Duration, err error) {
 	if len(entries) == 0 {
 		clear(s.sweeper.missing)
@@ -301,6 +334,7 @@ func (s *Store) goneFrontEnds(ctx context.Context, entries []queued) (gone map[s
 	now := time.Now()
 	gone = map[string]struct{}{}
 	since := map[string]time.Time{}
+	longest := map[time.Duration]time.Duration{} // what is left for any of those with the same time, so that one pass finds all of them
 	for _, e := range entries {
 		if _, ok := attached[s.keys.frontEnd(e.FrontEnd)]; ok {
 			continue
@@ -309,12 +343,16 @@ func (s *Store) goneFrontEnds(ctx context.Context, entries []queued) (gone map[s
 		if !ok {
 			first = now
 		}
-		if left := s.sweeper.grace - now.Sub(first); left > 0 {
+		grace := s.sweeper.grace + s.live.lateness.of(e.FrontEnd)
+		if left := grace - now.Sub(first); left > 0 {
 			since[e.FrontEnd] = first
-			again = max(again, left)
+			longest[grace] = max(longest[grace], left)
 		} else {
 			gone[e.FrontEnd] = struct{}{}
 		}
+	}
+	if len(longest) > 0 {
+		again = slices.Min(slices.Collect(maps.Values(longest)))
 	}
 	s.sweeper.missing = since
 	return gone, again, nil

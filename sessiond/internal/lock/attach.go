@@ -17,11 +17,19 @@ const (
 	MaxAttachGrace     = time.Minute
 	MaxClaims          = 10_000
 	MaxAbandoned       = 1000
-	// PingEvery is how often an attached front-end is given a sign of life.
-	PingEvery = time.Second
+	// PingEvery is how often an attached front-end is given a sign of life, and RarePingEvery how often when its node has very
+	// many connections.
+	PingEvery     = time.Second
+	RarePingEvery = 5 * time.Second
+	// A front-end that has heard nothing for so many of them should attach elsewhere.
+	missedPings = 3
 	// detachRetry is how soon a detach that failed is tried again.
 	detachRetry = 500 * time.Millisecond
 )
+
+// Lateness is how much later than others a front-end finds out that its node has fallen silent, or is found out to have fallen
+// silent itself, because signs of life come as rarely as that.
+func Lateness(every time.Duration) time.Duration { return missedPings * max(every-PingEvery, 0) }
 
 // ErrReplaced says that a front-end has attached anew, here or on another node.
 var ErrReplaced = errors.New("front-end has attached anew")
@@ -34,8 +42,10 @@ type Claim struct {
 // FrontEndStore knows where front-ends are attached.
 type FrontEndStore interface {
 	// Attach notes that a front-end is attached to this node, instead of where it was, unless a later attach (a greater
-	// number) is known: ErrReplaced.
-	Attach(ctx context.Context, frontEnd string, number uint64) (Attachment, error)
+	// number) is known: ErrReplaced. It is given a sign of life so often; if the node dies, it may take that much longer to
+	// attach elsewhere (Lateness). With any other error there is an Attachment as well if it may be attached all the same: one that
+	// has ended.
+	Attach(ctx context.Context, frontEnd string, number uint64, every time.Duration) (Attachment, error)
 	// Up is closed while the store can be reached.
 	Up() <-chan struct{}
 	// Down is closed while it cannot be.
@@ -118,16 +128,21 @@ func (f *FrontEnds) Close() {
 
 // Attach keeps a front-end attached while its stream lasts: until said is closed (the stream broke), it says goodbye, or
 // an error ends it. It returns nil after a goodbye and when the front-end has attached anew. It calls tell from one
-// goroutine.
-func (f *FrontEnds) Attach(ctx context.Context, frontEnd string, number uint64, said <-chan Said, tell func(Told) error) error {
-	at, err := f.store.Attach(ctx, frontEnd, number)
+// goroutine, and at least every so often.
+func (f *FrontEnds) Attach(
+	ctx context.Context, frontEnd string, number uint64, every time.Duration, said <-chan Said, tell func(Told) error,
+) error {
+	at, err := f.store.Attach(ctx, frontEnd, number, every)
 	switch {
 	case errors.Is(err, ErrReplaced):
 		return nil
 	case err != nil:
+		if at != nil {
+			f.wait(at)
+		}
 		return err
 	}
-	goodbye, err := f.serve(ctx, at, number, said, tell)
+	goodbye, err := f.serve(ctx, at, number, every, said, tell)
 	switch {
 	case errors.Is(at.Err(), ErrReplaced):
 		at.Close()
@@ -143,16 +158,19 @@ func (f *FrontEnds) Attach(ctx context.Context, frontEnd string, number uint64, 
 }
 
 // serve handles the stream. It says whether the front-end said goodbye.
-func (f *FrontEnds) serve(ctx context.Context, at Attachment, number uint64, said <-chan Said, tell func(Told) error) (goodbye bool, err error) {
+func (f *FrontEnds) serve(
+	ctx context.Context, at Attachment, number uint64, every time.Duration, said <-chan Said, tell func(Told) error,
+) (goodbye bool, err error) {
 	var work sync.WaitGroup
 	defer work.Wait()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	// What takes the store's time is done beside the stream, one after the other: signs of life must not wait for it.
+	// What takes the store's time is done beside the stream, one after the other: signs of life must not wait for it. Most
+	// front-ends never have anything to do.
 	failed := make(chan error, 1)
-	jobs := make(chan func(context.Context) error, 16)
+	var jobs chan func(context.Context) error
 	asks := make(chan uint64, 1)
-	work.Go(func() {
+	doJobs := func() {
 		for {
 			select {
 			case job := <-jobs:
@@ -164,8 +182,12 @@ func (f *FrontEnds) serve(ctx context.Context, at Attachment, number uint64, sai
 				return
 			}
 		}
-	})
+	}
 	do := func(job func(context.Context) error) {
+		if jobs == nil {
+			jobs = make(chan func(context.Context) error, 16)
+			work.Go(doJobs)
+		}
 		select {
 		case jobs <- job:
 		case <-ctx.Done():
@@ -194,7 +216,7 @@ func (f *FrontEnds) serve(ctx context.Context, at Attachment, number uint64, sai
 	if number > 1 {
 		ask()
 	}
-	ping := time.NewTicker(PingEvery)
+	ping := time.NewTicker(every)
 	defer ping.Stop()
 	for {
 		var err error

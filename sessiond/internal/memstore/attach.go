@@ -4,6 +4,7 @@ import (
 	"context"
 	"maps"
 	"slices"
+	"time"
 
 	"github.com/sessiond/sessiond/sessiond/internal/lock"
 )
@@ -20,7 +21,7 @@ type attachment struct {
 }
 
 // Attach implements lock.FrontEndStore.
-func (s *Store) Attach(ctx context.Context, frontEnd string, number uint64) (lock.Attachment, error) {
+func (s *Store) Attach(ctx context.Context, frontEnd string, number uint64, _ time.Duration) (lock.Attachment, error) {
 	if ctx.Err() != nil {
 		return nil, context.Cause(ctx)
 	}

@@ -6,9 +6,11 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net"
 	"runtime/debug"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	grpcprom "github.com/grpc-ecosystem/go-grpc-middleware/providers/prometheus"
@@ -33,8 +35,8 @@ const (
 	// Clients may ping this often; ours do every 10 s.
 	minPing = 5 * time.Second
 	// A client that does not answer pings has gone, and with it its places in queues, and its attachment if it does not
-	// come back. A ping is 17 bytes each way, and sent only on connections that are silent.
-	pingAfter   = time.Second
+	// come back. A ping is 17 bytes each way, and sent only on connections that are silent. It costs as much as a sign of life, so
+	// with very many connections both are sent rarely.
 	pingTimeout = 2 * time.Second
 	// Goroutines that serve calls one after the other. A new one for each call would grow its stack each time, on the way
 	// down into etcd: a fifth of a call's processor time. What comes while all are taken, by calls that wait for a lock say,
@@ -58,17 +60,43 @@ type Options struct {
 	Drain <-chan struct{}
 }
 
-// Server is a gRPC server with all services on it.
+// Server is a gRPC server with all services on it. In fact it is two: how often a connection is pinged is a setting of a
+// whole server of gRPC's, so the connections beyond the first [maxOften] that are open are another one's.
 type Server struct {
 	*grpc.Server
 
+	rare    *grpc.Server
+	often   *openConns
 	health  *health.Server
 	workers *workers
+}
+
+// Serve serves the connections of a listener until that fails or the server is stopped.
+func (s *Server) Serve(l net.Listener) error {
+	first, others := split(l, s.often.many)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		_ = s.rare.Serve(others) // it ends with the other one, whose error says why
+	}()
+	err := s.Server.Serve(first)
+	_ = others.Close()
+	<-ended
+	return err
+}
+
+// GracefulStop takes no connections and no calls any more, and waits until what is served has ended.
+func (s *Server) GracefulStop() {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(s.rare.GracefulStop)
+	s.Server.GracefulStop()
 }
 
 // Stop ends what is served at once. It must be called, after a GracefulStop as well.
 func (s *Server) Stop() {
 	s.Server.Stop()
+	s.rare.Stop()
 	s.workers.stop()
 }
 
@@ -129,18 +157,26 @@ func NewServer(o Options) *Server {
 		recovery.StreamServerInterceptor(recovered),
 	}
 
-	s := &Server{
-		health: health.NewServer(),
-		Server: grpc.NewServer(
+	serverFor := func(pingEvery time.Duration, more ...grpc.ServerOption) *grpc.Server {
+		return grpc.NewServer(append([]grpc.ServerOption{
 			grpc.MaxRecvMsgSize(maxRequestBytes),
 			grpc.NumStreamWorkers(streamWorkers),
 			grpc.StaticStreamWindowSize(streamWindow),
 			grpc.StaticConnWindowSize(connWindow),
 			grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: minPing, PermitWithoutStream: true}),
-			grpc.KeepaliveParams(keepalive.ServerParameters{Time: pingAfter, Timeout: pingTimeout}),
+			// Of a front-end that is cut off, the node must not find that out much sooner than the front-end does, which still can
+			// attach elsewhere.
+			grpc.KeepaliveParams(keepalive.ServerParameters{Time: pingEvery, Timeout: pingTimeout + lock.Lateness(pingEvery)}),
 			grpc.ChainUnaryInterceptor(unary...),
 			grpc.ChainStreamInterceptor(streams...),
-		),
+		}, more...)...)
+	}
+	often := &openConns{most: maxOften}
+	s := &Server{
+		health: health.NewServer(),
+		often:  often,
+		Server: serverFor(lock.PingEvery, grpc.StatsHandler(often)),
+		rare:   serverFor(lock.RarePingEvery),
 	}
 	// Its methods are those of the others.
 	m := &multiplexService{
@@ -148,14 +184,19 @@ func NewServer(o Options) *Server {
 		drain: o.Drain, workers: newWorkers(streamWorkers),
 	}
 	s.workers = m.workers
-	for _, to := range []grpc.ServiceRegistrar{s, m} {
+	for _, to := range []struct {
+		grpc.ServiceRegistrar
+		pingEvery time.Duration
+	}{{s.Server, lock.PingEvery}, {s.rare, lock.RarePingEvery}, {m, lock.PingEvery}} {
 		sessiondv1.RegisterSessionServiceServer(to, &sessionService{rules: o.Sessions})
-		sessiondv1.RegisterLockServiceServer(to, &lockService{rules: o.Locks, frontEnds: o.FrontEnds})
+		sessiondv1.RegisterLockServiceServer(to, &lockService{rules: o.Locks, frontEnds: o.FrontEnds, pingEvery: to.pingEvery})
 		sessiondv1.RegisterMessageServiceServer(to, &messageService{rules: o.Messages})
 	}
-	sessiondv1.RegisterMultiplexServiceServer(s, m)
-	healthpb.RegisterHealthServer(s, s.health)
-	reflection.Register(s)
+	for _, to := range []*grpc.Server{s.Server, s.rare} {
+		sessiondv1.RegisterMultiplexServiceServer(to, m)
+		healthpb.RegisterHealthServer(to, s.health)
+		reflection.Register(to)
+	}
 	metrics.InitializeMetrics(s)
 	s.SetServing(false)
 	return s

@@ -79,6 +79,7 @@ type lockService struct {
 	sessiondv1.UnimplementedLockServiceServer
 	rules     *lock.Service
 	frontEnds *lock.FrontEnds // nil: the store does not know any
+	pingEvery time.Duration   // of front-ends that attach here
 }
 
 func (s *lockService) Acquire(ctx context.Context, r *sessiondv1.AcquireRequest) (*sessiondv1.AcquireResponse, error) {
@@ -161,7 +162,7 @@ func (s *lockService) Attach(stream grpc.BidiStreamingServer[sessiondv1.AttachRe
 			}
 		}
 	}()
-	return s.frontEnds.Attach(ctx, hello.GetFrontEnd(), hello.GetNumber(), said, func(t lock.Told) error {
+	return s.frontEnds.Attach(ctx, hello.GetFrontEnd(), hello.GetNumber(), s.pingEvery, said, func(t lock.Told) error {
 		return stream.Send(s.toAttachResponse(t))
 	})
 }
@@ -170,7 +171,7 @@ func (s *lockService) toAttachResponse(t lock.Told) *sessiondv1.AttachResponse {
 	switch {
 	case t.Attached:
 		return &sessiondv1.AttachResponse{Message: &sessiondv1.AttachResponse_Attached{Attached: &sessiondv1.AttachAttached{
-			Grace: durationpb.New(s.frontEnds.Grace()), PingInterval: durationpb.New(lock.PingEvery),
+			Grace: durationpb.New(s.frontEnds.Grace()), PingInterval: durationpb.New(s.pingEvery),
 		}}}
 	case t.Ask:
 		return &sessiondv1.AttachResponse{Message: &sessiondv1.AttachResponse_Ask{Ask: &sessiondv1.AttachAsk{Position: t.Position}}}
