@@ -341,7 +341,13 @@ func (g *group) sendAll(steps []*step) {
 		ended()
 		return
 	}
-	ended() // etcd has the next one to work on while the answers are handed out
+	// The answers wake many. The next transaction, for which many more wait, goes before them, and so it is started last.
+	g.wg.Go(func() { answerAll(steps, resp, err) })
+	ended()
+}
+
+// answerAll hands out the answers to steps that were sent as one transaction.
+func answerAll(steps []*step, resp *etcdserverpb.TxnResponse, err error) {
 	for i, s := range steps {
 		if err != nil {
 			s.answer <- answer{nil, err}
