@@ -11,9 +11,9 @@ import (
 )
 
 const (
-	// Revoking a lease removes its keys at one go, and etcd revokes 16 at a time, with which all others wait: the more keys one has,
-	// the longer.
-	maxKeysPerLease = 128
+	// When a lease ends etcd removes its keys at one go and syncs its file, up to 16 leases in a row with which all others wait: the more
+	// keys each has, the longer they wait, and the fewer, the more leases there are to end.
+	maxKeysPerLease = 256
 	// With so many keys on a lease the next one is granted, so that nobody has to wait for it.
 	manyKeysPerLease = maxKeysPerLease / 2
 	maxLeaseWindow   = time.Minute
