@@ -164,7 +164,7 @@ func (s *Server) openStore(ctx context.Context, metrics prometheus.Registerer) (
 	}
 	s.onClose(s.node.Close)
 	s.store = etcdstore.Open(etcdstore.Config{
-		KV: s.node.KV(), Lease: s.node.Client(), Watcher: s.node.Client(), Members: len(s.node.Endpoints()),
+		KV: s.node.KV(), Lease: s.node.Client(), Watcher: s.node.Watcher(), Members: len(s.node.Endpoints()),
 		Metrics: metrics, Prefix: s.cfg.Prefix, AttachGrace: s.cfg.AttachGrace, Logger: s.logger,
 	})
 	s.onClose(s.closeStore)

@@ -2,8 +2,8 @@
 //
 // An embedded member is a cluster of one. It listens for clients on a unix socket in its data folder and for peers not at
 // all, so that any number of them run on one machine without a port to choose. Transactions are calls within the
-// process. Watches and leases go through the socket, never through etcd's in-process client, whose watch adapter can
-// deadlock when watches are cancelled.
+// process, and watches are the member's own. Leases go through the socket. Nothing uses etcd's in-process client, whose watch
+// adapter can deadlock when watches are cancelled.
 //
 // Its settings, where they are not etcd's own defaults:
 //
@@ -82,6 +82,7 @@ type Node struct {
 	lock      *fileutil.LockedFile
 	socketDir string
 	endpoints []string
+	watcher   *Watcher
 	closing   atomic.Bool // etcd reports its own end as a row of errors
 }
 
@@ -173,6 +174,7 @@ func Embed(ctx context.Context, cfg EmbedConfig) (_ *Node, err error) {
 		return nil, err
 	}
 	n.kv = newInProcessKV(n.member.Server)
+	n.watcher = newWatcher(n.client, n.member.Server.Watchable())
 	if err := n.disarm(ctx, cfg); err != nil {
 		return nil, err
 	}
@@ -216,6 +218,7 @@ func (n *Node) connect(endpoints []string, logger *slog.Logger) error {
 	}
 	n.client = client
 	n.kv = newRemoteKV(client, n.sendBytes+requestOverhead)
+	n.watcher = newWatcher(client, nil)
 	n.endpoints = endpoints
 	if len(endpoints) == 1 {
 		return nil
@@ -290,11 +293,14 @@ func (n *Node) makeSocketPath(dataDir string) (string, error) {
 	return "", errors.New("socket folder: no path for a unix socket; is TMPDIR too long?")
 }
 
-// Client is the client for everything but transactions.
+// Client is the client for everything but transactions and watches.
 func (n *Node) Client() *clientv3.Client { return n.client }
 
 // KV is for reads and transactions.
 func (n *Node) KV() *KV { return n.kv }
+
+// Watcher is for watches. Those have to be ended before Close.
+func (n *Node) Watcher() *Watcher { return n.watcher }
 
 // Endpoints are the addresses that the client uses; those of an embedded member serve other nodes of this machine too.
 func (n *Node) Endpoints() []string { return n.endpoints }
@@ -320,6 +326,9 @@ func (n *Node) Close() error {
 		n.stopInspect()
 	}
 	n.wg.Wait()
+	if n.watcher != nil {
+		n.watcher.close()
+	}
 	var errs []error
 	for _, client := range append(n.asks, n.client) {
 		if client == nil {

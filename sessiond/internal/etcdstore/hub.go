@@ -209,9 +209,12 @@ func (h *hub) onDelete(ev *clientv3.Event) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for w := range h.waiters[sessionID] {
-		if !w.known {
+		switch {
+		case !w.known:
 			w.gone[key] = revision
-		} else if w.concerns(key) {
+		case w.promised && key == w.standing.before:
+			h.remindLocked(w)
+		case w.concerns(key):
 			w.signal()
 		}
 	}
@@ -287,11 +290,12 @@ type watched struct {
 	// opened is called when the watch has begun, before any event.
 	opened func(context.Context) error
 	handle func(*clientv3.Event)
-	opts   []clientv3.OpOption
+	// What is handled.
+	puts, removals bool
 }
 
 // watch keeps one watch open until ctx ends.
-func (s *Store) watch(ctx context.Context, watcher clientv3.Watcher, w watched) {
+func (s *Store) watch(ctx context.Context, watcher Watcher, w watched) {
 	for {
 		err := s.watchOnce(ctx, watcher, w)
 		wait := time.NewTimer(reopenAfter)
@@ -305,7 +309,7 @@ func (s *Store) watch(ctx context.Context, watcher clientv3.Watcher, w watched) 
 	}
 }
 
-func (s *Store) watchOnce(ctx context.Context, watcher clientv3.Watcher, w watched) error {
+func (s *Store) watchOnce(ctx context.Context, watcher Watcher, w watched) error {
 	// The client puts watches with the same metadata on one stream; large messages are not to hold up releases.
 	ctx = metadata.AppendToOutgoingContext(clientv3.WithRequireLeader(ctx), "sessiond-watch", w.prefix)
 	ctx, cancel := context.WithCancel(ctx)
@@ -316,7 +320,7 @@ func (s *Store) watchOnce(ctx context.Context, watcher clientv3.Watcher, w watch
 			s.hub.closed()
 		}
 	}()
-	updates := watcher.Watch(ctx, w.prefix, append([]clientv3.OpOption{clientv3.WithPrefix(), clientv3.WithCreatedNotify()}, w.opts...)...)
+	updates := watcher.Watch(ctx, w.prefix, w.puts, w.removals)
 	ask := time.NewTicker(watchAskEvery)
 	defer ask.Stop()
 	heard := time.Now()

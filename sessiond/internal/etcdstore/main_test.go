@@ -56,7 +56,7 @@ func openOn(t *testing.T, prefix string, kv KV) *Store {
 		prefix = rand.Text() + "/"
 	}
 	s := Open(Config{
-		KV: kv, Lease: etcd.Client(), Watcher: etcd.Client(), Members: 1, Prefix: prefix,
+		KV: kv, Lease: etcd.Client(), Watcher: etcd.Watcher(), Members: 1, Prefix: prefix,
 		Logger: slog.New(slog.NewTextHandler(t.Output(), nil)),
 	})
 	t.Cleanup(func() { s.Close(context.WithoutCancel(t.Context())) })

@@ -71,8 +71,8 @@ type Config struct {
 	KV KV
 	// Lease serves leases.
 	Lease clientv3.Lease
-	// Watcher serves watches, over a connection.
-	Watcher clientv3.Watcher
+	// Watcher serves watches.
+	Watcher Watcher
 	// Members is how many members of a cluster the clients take in turn.
 	Members int
 	// Metrics takes the store's metrics. Default: none are served.
@@ -83,6 +83,15 @@ type Config struct {
 	AttachGrace time.Duration
 	// Logger takes changes in the state of the store.
 	Logger *slog.Logger
+}
+
+// Watcher opens watches.
+type Watcher interface {
+	// Watch tells what is put under a prefix, what is removed, or both, from its first response on, which says that it has begun.
+	// The channel is closed when ctx ends, and when the watch breaks off, after a response that says why.
+	Watch(ctx context.Context, prefix string, puts, removals bool) <-chan clientv3.WatchResponse
+	// RequestProgress has the watches of the context's metadata give a sign of life, as a response without events.
+	RequestProgress(ctx context.Context) error
 }
 
 // Store implements session.Store, lock.Store, lock.FrontEndStore and message.Store. Its methods may be called concurrently.
@@ -162,7 +171,7 @@ func Open(cfg Config) *Store {
 	s.wg.Go(func() { s.clean(ctx) })
 	for _, w := range []watched{
 		{
-			prefix: s.keys.prefix, handle: s.hub.onDelete, opts: []clientv3.OpOption{clientv3.WithFilterPut()},
+			prefix: s.keys.prefix, handle: s.hub.onDelete, removals: true,
 			opened: func(context.Context) error {
 				s.hub.wakeAll()
 				s.nodeDied() // perhaps, while there was no watch
@@ -170,13 +179,13 @@ func Open(cfg Config) *Store {
 			},
 		},
 		{
-			prefix: s.keys.allMessages(), handle: s.hub.onMessage, opts: []clientv3.OpOption{clientv3.WithFilterDelete()},
+			prefix: s.keys.allMessages(), handle: s.hub.onMessage, puts: true,
 			opened: func(context.Context) error {
 				s.hub.wakeAll()
 				return nil
 			},
 		},
-		{prefix: s.keys.allFrontEnds(), handle: s.live.onFrontEnd, opened: s.loadFrontEnds},
+		{prefix: s.keys.allFrontEnds(), handle: s.live.onFrontEnd, opened: s.loadFrontEnds, puts: true, removals: true},
 	} {
 		s.wg.Go(func() { s.watch(ctx, cfg.Watcher, w) })
 	}

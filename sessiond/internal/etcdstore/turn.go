@@ -87,6 +87,19 @@ func (n *successor) settle() {
 	}
 }
 
+// remindLocked leaves a waiter that has been promised its turn alone, although it has come by what was heard, until it is time that
+// the release brought it.
+func (h *hub) remindLocked(w *waiter) {
+	time.AfterFunc(promiseTimeout, func() {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		if w.promised {
+			w.promised = false
+			w.signal()
+		}
+	})
+}
+
 // turnOf returns the turn that a release brought a waiter, or nil. If one is on its way it waits for a moment.
 func (h *hub) turnOf(ctx context.Context, w *waiter) *turn {
 	t, promised := h.turnNow(w)
