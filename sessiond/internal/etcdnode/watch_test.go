@@ -30,7 +30,7 @@ func eachWatcher(t *testing.T, test func(t *testing.T, n *Node, w *Watcher)) {
 }
 
 // begin opens a watch and waits until it has begun.
-func begin(t *testing.T, ctx context.Context, w *Watcher, prefix string, puts, removals bool) <-chan clientv3.WatchResponse {
+func begin(ctx context.Context, t *testing.T, w *Watcher, prefix string, puts, removals bool) <-chan clientv3.WatchResponse {
 	t.Helper()
 	responses := w.Watch(ctx, prefix, puts, removals)
 	if r := <-responses; !r.Created || len(r.Events) > 0 || r.Err() != nil {
@@ -51,7 +51,7 @@ func TestWatch(t *testing.T) {
 			{false, true, "[DELETE a/1= DELETE a/1= DELETE a/2=]"},
 		} {
 			ctx, cancel := context.WithCancel(t.Context())
-			responses := begin(t, ctx, w, "a/", want.puts, want.removals)
+			responses := begin(ctx, t, w, "a/", want.puts, want.removals)
 			for _, op := range []clientv3.Op{
 				clientv3.OpPut("a/1", "x"), clientv3.OpPut("a/2", "y"), clientv3.OpPut("b/1", "no"),
 				clientv3.OpDelete("a/1"), clientv3.OpPut("a/1", "z"), clientv3.OpDelete("a", clientv3.WithPrefix()),
@@ -89,7 +89,7 @@ func TestWatchReadLate(t *testing.T) {
 	eachWatcher(t, func(t *testing.T, n *Node, w *Watcher) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
-		late, prompt := begin(t, ctx, w, "a/", true, false), begin(t, ctx, w, "a/", true, false)
+		late, prompt := begin(ctx, t, w, "a/", true, false), begin(ctx, t, w, "a/", true, false)
 		const count = 1000
 		for i := range count {
 			if _, err := n.KV().Put(t.Context(), "a/1", fmt.Sprint(i)); err != nil {
@@ -119,7 +119,7 @@ func TestWatchReadLate(t *testing.T) {
 func TestWatchProgress(t *testing.T) {
 	eachWatcher(t, func(t *testing.T, _ *Node, w *Watcher) {
 		ctx, cancel := context.WithCancel(t.Context())
-		responses := begin(t, ctx, w, "a/", true, true)
+		responses := begin(ctx, t, w, "a/", true, true)
 		if err := w.RequestProgress(ctx); err != nil {
 			t.Fatal(err)
 		}
