@@ -32,8 +32,8 @@ const (
 	// Leases that lie ready for the next locks, in each node.
 	spareLeases = 60
 	// Sessions and messages share leases, which live on when all that they had is on others. A node takes another after so many
-	// writes, or a minute.
-	writesPerLease = 1000
+	// writes, or a minute, and has the next one granted ahead.
+	writesPerLease = 256
 	// gRPC and the Go runtime keep some goroutines for a while.
 	spareGoroutines = 60
 )
@@ -108,7 +108,7 @@ func (r *Report) sharedLeases(nodes int) int {
 	for _, kind := range []Kind{Create, Save, Touch} {
 		writes += r.ByKind[kind][OK] + r.ByKind[kind][Unknown]
 	}
-	return writes/writesPerLease + nodes*(int(r.Took.Minutes())+1)
+	return writes/writesPerLease + 2*nodes*(int(r.Took.Minutes())+1)
 }
 
 // leftovers waits until what the traffic left has gone, and says what has not (O5, S12). Then it stops the nodes and does so again.
