@@ -183,14 +183,10 @@ func (p *place) CheckAfter() time.Duration {
 }
 
 func (p *place) Join(ctx context.Context, ifFree bool) (lock.View, error) {
-	select {
-	case p.s.joining <- struct{}{}:
-		defer func() { <-p.s.joining }()
-	case <-ctx.Done():
-		return lock.View{}, context.Cause(ctx)
-	case <-p.s.Down():
-		return lock.View{}, session.ErrUnavailable
+	if err := p.waitToJoin(ctx); err != nil {
+		return lock.View{}, err
 	}
+	defer func() { <-p.s.joining }()
 	octx, cancel := p.s.op(ctx)
 	defer cancel()
 	for range leaseTries {
@@ -203,6 +199,31 @@ func (p *place) Join(ctx context.Context, ifFree bool) (lock.View, error) {
 		}
 	}
 	return lock.View{}, p.s.fail(ctx, errUnsettled)
+}
+
+// waitToJoin waits until the caller may make its entry, no longer than for the lock itself.
+func (p *place) waitToJoin(ctx context.Context) error {
+	select {
+	case p.s.joining <- struct{}{}:
+		return nil
+	default:
+	}
+	var timeout <-chan time.Time
+	if p.r.Timeout > 0 {
+		timer := time.NewTimer(p.r.Timeout)
+		defer timer.Stop()
+		timeout = timer.C
+	}
+	select {
+	case p.s.joining <- struct{}{}:
+		return nil
+	case <-timeout:
+		return lock.ErrTimeout
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-p.s.Down():
+		return session.ErrUnavailable
+	}
 }
 
 func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool, err error) {

@@ -193,15 +193,15 @@ func TestStoredMessages(t *testing.T) {
 }
 
 // L6: when thousands come at once, those who have to wait until others have made their entries are not told that the store cannot
-// be reached. They are served in their turn; who gives up meanwhile, or a store that is down, ends the wait at once.
+// be reached. They are served in their turn; who gives up meanwhile, the lock's own timeout, or a store that is down ends the wait at once.
 func TestTooManyAtOnce(t *testing.T) {
 	s := newServices(t, "")
 	id := s.create(t)
 	for range maxJoining {
 		s.store.joining <- struct{}{}
 	}
-	acquire := func(ctx context.Context) error {
-		g, err := s.locks.Acquire(ctx, lock.Request{Session: id, TTL: lock.DefaultTTL, Timeout: time.Minute})
+	acquire := func(ctx context.Context, timeout time.Duration) error {
+		g, err := s.locks.Acquire(ctx, lock.Request{Session: id, TTL: lock.DefaultTTL, Timeout: timeout})
 		if err != nil {
 			return err
 		}
@@ -209,11 +209,14 @@ func TestTooManyAtOnce(t *testing.T) {
 	}
 	gone, leave := context.WithCancel(t.Context())
 	leave()
-	if err := acquire(gone); !errors.Is(err, context.Canceled) {
+	if err := acquire(gone, time.Minute); !errors.Is(err, context.Canceled) {
 		t.Errorf("a caller that has gone: %v", err)
 	}
+	if err := acquire(t.Context(), 50*time.Millisecond); !errors.Is(err, lock.ErrTimeout) {
+		t.Errorf("a caller that waits for no longer: %v", err)
+	}
 	served := make(chan error, 1)
-	go func() { served <- acquire(t.Context()) }()
+	go func() { served <- acquire(t.Context(), time.Minute) }()
 	select {
 	case err := <-served:
 		t.Fatalf("served before its turn: %v", err)
@@ -225,7 +228,7 @@ func TestTooManyAtOnce(t *testing.T) {
 	}
 
 	s.store.joining <- struct{}{}
-	go func() { served <- acquire(t.Context()) }()
+	go func() { served <- acquire(t.Context(), time.Minute) }()
 	s.store.health.set(false)
 	if err := <-served; !errors.Is(err, session.ErrUnavailable) {
 		t.Errorf("the store is down: %v", err)

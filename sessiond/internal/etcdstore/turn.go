@@ -90,10 +90,11 @@ func (n *successor) settle() {
 // remindLocked leaves a waiter that has been promised its turn alone, although it has come by what was heard, until it is time that
 // the release brought it.
 func (h *hub) remindLocked(w *waiter) {
+	before := w.standing.before
 	time.AfterFunc(promiseTimeout, func() {
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		if w.promised {
+		if w.promised && w.standing.before == before {
 			w.promised = false
 			w.signal()
 		}
