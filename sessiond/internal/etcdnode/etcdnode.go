@@ -17,6 +17,7 @@
 //   - A snapshot of its log every 1,000 commits (etcd: 10,000), of which it keeps 100 in memory (etcd: 5,000) and two files of 64 MiB
 //     on disk (etcd: 5) or more, from the last snapshot on. One commit has what many callers write, or a session of the largest
 //     size, and a start reads and replays all since the last snapshot. Etcd's numbers are there for members that fall behind.
+//   - It elects itself at once when it starts (etcd: after up to an election timeout, in case another member leads).
 //   - Every commit is synced to disk (etcd's default, never switched off). Election timeouts and the rest are etcd's.
 //   - Its log goes to the node's at warn level, without what names sessions.
 //
@@ -41,6 +42,8 @@ import (
 	"go.etcd.io/etcd/client/pkg/v3/fileutil"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.etcd.io/etcd/server/v3/embed"
+	"go.etcd.io/raft/v3"
+	"go.etcd.io/raft/v3/raftpb"
 	"go.uber.org/zap"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
@@ -57,6 +60,8 @@ const (
 	snapshotEvery, keptInMemory, logFiles = 1000, 100, 2
 	// Free space that is worth giving back at a start, in MiB.
 	defragAtStart = 512
+	// How often an embedded member that starts is told to stand for election.
+	standEvery = 5 * time.Millisecond
 	// What may be on its way to the client unread, on one stream and on all of them.
 	streamWindow, connWindow = 1 << 20, 4 << 20
 	// The longest path that fits a unix socket's address everywhere (104 bytes on some systems, with the final zero).
@@ -96,6 +101,8 @@ type EmbedConfig struct {
 	QuotaBytes int64
 	// Logger takes what etcd has to say at warn level and above.
 	Logger *slog.Logger
+
+	electionTimeout time.Duration // for tests; 0 stands for etcd's default
 }
 
 // ConnectConfig describes a connection to a cluster.
@@ -154,20 +161,17 @@ func Embed(ctx context.Context, cfg EmbedConfig) (_ *Node, err error) {
 	ec.AutoCompactionMode = embed.CompactorModePeriodic
 	ec.AutoCompactionRetention = compactAfter
 	ec.GRPCKeepAliveMinTime = time.Second
+	if cfg.electionTimeout != 0 {
+		ec.ElectionMs = uint(cfg.electionTimeout.Milliseconds())
+	}
 	ec.ZapLoggerBuilder = embed.NewZapLoggerBuilder(newZap(cfg.Logger, &n.closing, zap.WarnLevel))
 
 	n.member, err = embed.StartEtcd(ec)
 	if err != nil {
 		return nil, fmt.Errorf("start etcd: %w", err)
 	}
-	select {
-	case <-n.member.Server.ReadyNotify():
-	case <-n.member.Server.StopNotify():
-		return nil, errors.New("start etcd: the member stopped")
-	case err := <-n.member.Err():
+	if err := n.awaitReady(ctx); err != nil {
 		return nil, fmt.Errorf("start etcd: %w", err)
-	case <-ctx.Done():
-		return nil, fmt.Errorf("start etcd: %w", context.Cause(ctx))
 	}
 
 	if err := n.connect([]string{"unix://" + socket}, cfg.Logger); err != nil {
@@ -179,6 +183,43 @@ func Embed(ctx context.Context, cfg EmbedConfig) (_ *Node, err error) {
 		return nil, err
 	}
 	return n, nil
+}
+
+// awaitReady waits until the embedded member serves.
+//
+// A member that starts waits for up to an election timeout before it stands for election, in case another one leads. This one is
+// alone, so it is told to stand at once, with the message by which a leader hands over. Raft takes no notice of that message while
+// the member still has to apply that it joined (at its first start), while it stands, and once it leads; so it is repeated.
+func (n *Node) awaitReady(ctx context.Context) error {
+	server := n.member.Server
+	id := uint64(server.MemberID())
+	stand := &raftpb.Message{Type: raftpb.MsgTimeoutNow.Enum(), From: &id, To: &id}
+	tick := time.NewTicker(standEvery)
+	defer tick.Stop()
+	for first := true; ; {
+		select {
+		case <-server.ReadyNotify():
+			return nil
+		case <-server.StopNotify():
+			return errors.New("the member stopped")
+		case err := <-n.member.Err():
+			return err
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-tick.C:
+		}
+		if server.AppliedIndex() == 0 || uint64(server.Leader()) != raft.None {
+			continue
+		}
+		if first {
+			// A leader looks into its database for what the first start has only just written, and logs an error if it is not there yet.
+			server.Backend().ForceCommit()
+			first = false
+		}
+		if err := server.Process(ctx, stand); err != nil && ctx.Err() == nil {
+			return fmt.Errorf("stand for election: %w", err)
+		}
+	}
 }
 
 // disarm ends the alarm that an embedded member had raised when its quota was used up, if there is room again.
