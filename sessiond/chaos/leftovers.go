@@ -27,8 +27,9 @@ type counts struct {
 }
 
 const (
-	// What is left has so long to go: leases of locks and of messages that nobody refreshes, connections that are made anew.
-	leftoverTimeout = 100 * time.Second
+	// What is left has so long to go: leases of locks, of messages and of ends of queues that nobody refreshes, keys of nodes that were killed, which
+	// go with their leases, connections that are made anew.
+	leftoverTimeout = 130 * time.Second
 	// Leases that lie ready for the next locks, in each node.
 	spareLeases = 60
 	// Sessions and messages share leases, which live on when all that they had is on others. A node takes another after so many

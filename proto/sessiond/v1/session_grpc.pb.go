@@ -34,8 +34,8 @@ const (
 //
 // Ids are 1 to 128 visible ASCII characters (0x21 to 0x7E). The TTL slides: Save starts it anew, and Touch does
 // without a save. A TTL is a lower bound, rounded up to whole seconds; a session is gone at most a minute (or a tenth of
-// its TTL if that is less, but at least 1 s) later, plus the time that etcd takes to expire a lease (about 1 s). A change
-// of etcd's leader starts running TTLs anew.
+// its TTL if that is less, but at least 1 s) later, plus seconds if very many end at once, or half a minute if the node
+// that wrote it last does not run any more. A change of etcd's leader starts running TTLs anew.
 //
 // Any method may also return INVALID_ARGUMENT, BACKEND_UNAVAILABLE (within 3 s), SHUTTING_DOWN and INTERNAL.
 type SessionServiceClient interface {
@@ -127,8 +127,8 @@ func (c *sessionServiceClient) Destroy(ctx context.Context, in *DestroyRequest, 
 //
 // Ids are 1 to 128 visible ASCII characters (0x21 to 0x7E). The TTL slides: Save starts it anew, and Touch does
 // without a save. A TTL is a lower bound, rounded up to whole seconds; a session is gone at most a minute (or a tenth of
-// its TTL if that is less, but at least 1 s) later, plus the time that etcd takes to expire a lease (about 1 s). A change
-// of etcd's leader starts running TTLs anew.
+// its TTL if that is less, but at least 1 s) later, plus seconds if very many end at once, or half a minute if the node
+// that wrote it last does not run any more. A change of etcd's leader starts running TTLs anew.
 //
 // Any method may also return INVALID_ARGUMENT, BACKEND_UNAVAILABLE (within 3 s), SHUTTING_DOWN and INTERNAL.
 type SessionServiceServer interface {

@@ -11,8 +11,8 @@ import (
 )
 
 const (
-	// When a lease ends etcd removes its keys at one go and syncs its file, up to 16 leases in a row with which all others wait: the more
-	// keys each has, the longer they wait, and the fewer, the more leases there are to end.
+	// When a lease ends etcd removes its keys at one go and syncs its file, with which all others wait: the more keys it has, the longer
+	// they wait, and the fewer, the more leases there are to end.
 	maxKeysPerLease = 256
 	// With so many keys on a lease the next one is granted, so that nobody has to wait for it.
 	manyKeysPerLease = maxKeysPerLease / 2
@@ -27,13 +27,15 @@ const (
 )
 
 // leases hands out the shared leases of sessions and messages. Those of one TTL that are written within a window of
-// time share one, which lasts for the TTL and the window, so that no key ends before its TTL. Nobody revokes or
-// refreshes these leases: they end by themselves, and take what was not written again with them.
+// time share one, which lasts for the TTL, the window, so that no key ends before its TTL, and some slack. Nobody refreshes
+// these leases: they are ended when the slack begins (expiry), or end by themselves, and take what was not written again with them.
 type leases struct {
 	lease  clientv3.Lease
 	grants *atomic.Int64
 	terms  *terms
+	expiry *expiry
 	window func(ttl time.Duration) time.Duration
+	slack  func() time.Duration // of a new lease
 	// background runs a function beside the caller until it returns or the store is closed.
 	background func(func(context.Context))
 	saved      *recent[clientv3.LeaseID] // by session: the lease that it is on, as far as this node knows
@@ -44,7 +46,7 @@ type leases struct {
 }
 
 type sharedLease struct {
-	until time.Time // lives until then
+	until time.Time // its keys live until then
 	sure  bool      // at least
 }
 
@@ -61,15 +63,17 @@ type leaseClass struct {
 type classLease struct {
 	id     clientv3.LeaseID // 0: none
 	usable time.Time
-	until  time.Time // lives until then, at least
+	until  time.Time // keys on it live until then, at least
 }
 
-func newLeases(lease clientv3.Lease, grants *atomic.Int64, terms *terms, window func(ttl time.Duration) time.Duration, background func(func(context.Context))) *leases {
+func newLeases(lease clientv3.Lease, grants *atomic.Int64, terms *terms, expiry *expiry, window func(ttl time.Duration) time.Duration, background func(func(context.Context))) *leases {
 	return &leases{
 		lease:      lease,
 		grants:     grants,
 		terms:      terms,
+		expiry:     expiry,
 		window:     window,
+		slack:      newSlack,
 		background: background,
 		saved:      newRecent[clientv3.LeaseID](maxSaved),
 		classes:    map[time.Duration]*leaseClass{},
@@ -86,7 +90,7 @@ func roundUp(d time.Duration) time.Duration {
 	return (d + time.Second - 1).Truncate(time.Second)
 }
 
-// takeFor returns a lease that lives for at least ttl from now, and until when it does: for a key that is on a lease, if it is known
+// takeFor returns a lease on which keys live for at least ttl from now, and until when they do: for a key that is on a lease, if it is known
 // on which, or 0.
 func (l *leases) takeFor(ctx context.Context, ttl time.Duration, on clientv3.LeaseID) (clientv3.LeaseID, time.Time, error) {
 	c := l.class(roundUp(ttl))
@@ -143,15 +147,20 @@ func (l *leases) order(ctx context.Context, c *leaseClass) {
 
 func (l *leases) grant(ctx context.Context, ttl time.Duration) (classLease, error) {
 	now := time.Now() // the lease runs from a later moment on
-	resp, err := l.lease.Grant(ctx, int64((ttl+l.window(ttl))/time.Second))
+	lives := l.lives(ttl)
+	resp, err := l.lease.Grant(ctx, int64((lives+l.slack())/time.Second))
 	if err != nil {
 		return classLease{}, err
 	}
 	l.grants.Add(1)
-	granted := classLease{resp.ID, now.Add(l.window(ttl)), now.Add(time.Duration(resp.TTL) * time.Second)}
+	l.expiry.add(dueLease{resp.ID, time.Now().Add(lives), time.Duration(resp.TTL)*time.Second - lives})
+	granted := classLease{resp.ID, now.Add(l.window(ttl)), now.Add(lives)}
 	l.remember(resp.ID, sharedLease{granted.until, true})
 	return granted, nil
 }
+
+// lives is how long keys live on a lease for a TTL, from its grant on.
+func (l *leases) lives(ttl time.Duration) time.Duration { return ttl + l.window(ttl) }
 
 // drop forgets a lease that turned out to be gone.
 func (l *leases) drop(ctx context.Context, ttl time.Duration, id clientv3.LeaseID) {
@@ -178,10 +187,10 @@ func (l *leases) class(ttl time.Duration) *leaseClass {
 	return c
 }
 
-// remaining is what is left of a lease. It asks etcd about a lease of another node, once. A leader of etcd counts leases that
+// remaining is what is left of keys of a TTL on a lease. It asks etcd about a lease of another node, once. A leader of etcd counts leases that
 // it found from its election on; one that led before it and was paused may still have the earlier countdown, and end a lease
 // by that. So what it says is sure only of leases that have been granted since.
-func (l *leases) remaining(ctx context.Context, id clientv3.LeaseID) (left time.Duration, sure bool, err error) {
+func (l *leases) remaining(ctx context.Context, id clientv3.LeaseID, ttl time.Duration) (left time.Duration, sure bool, err error) {
 	l.mu.Lock()
 	known, ok := l.known[id]
 	l.mu.Unlock()
@@ -192,8 +201,10 @@ func (l *leases) remaining(ctx context.Context, id clientv3.LeaseID) (left time.
 			return 0, false, err
 		}
 		l.terms.see(resp.GetRaftTerm())
-		known.until = now.Add(time.Duration(max(resp.TTL, 0)) * time.Second)
-		began := known.until.Add(-time.Duration(resp.GrantedTTL) * time.Second)
+		granted := time.Duration(resp.GrantedTTL) * time.Second
+		ends := now.Add(time.Duration(max(resp.TTL, 0)) * time.Second)
+		known.until = ends.Add(-max(granted-l.lives(roundUp(ttl)), 0))
+		began := ends.Add(-granted)
 		known.sure = began.After(l.terms.since().Add(maxExtension))
 		l.remember(id, known)
 	}

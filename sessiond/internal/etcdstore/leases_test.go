@@ -28,7 +28,7 @@ func TestNobodyWaitsForTheNextLease(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		slow := &slowLease{}
 		background := func(f func(context.Context)) { go f(t.Context()) }
-		l := newLeases(slow, new(atomic.Int64), &terms{}, window, background)
+		l := newLeases(slow, new(atomic.Int64), &terms{}, newExpiry(), window, background)
 		keys := map[clientv3.LeaseID]int{}
 		for n := range 10 * maxKeysPerLease {
 			began := time.Now()
@@ -62,7 +62,7 @@ func TestSavedAgainOnItsLease(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		slow := &slowLease{}
 		background := func(f func(context.Context)) { go f(t.Context()) }
-		l := newLeases(slow, new(atomic.Int64), &terms{}, window, background)
+		l := newLeases(slow, new(atomic.Int64), &terms{}, newExpiry(), window, background)
 		var on clientv3.LeaseID
 		for range 10 * maxKeysPerLease {
 			id, _, err := l.takeFor(t.Context(), time.Hour, on)

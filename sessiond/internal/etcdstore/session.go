@@ -16,7 +16,7 @@ import (
 var errLeasesGone = errors.New("leases end as soon as they are granted")
 
 // withLease runs fn, which puts a key, with a shared lease for the TTL, and again with another one if the first is gone. It also
-// returns until when the lease lives, at least.
+// returns until when keys on it live, at least.
 func (s *Store) withLease(ctx context.Context, ttl time.Duration, fn func(clientv3.LeaseID) (*etcdserverpb.TxnResponse, error)) (*etcdserverpb.TxnResponse, time.Time, error) {
 	return s.withLeaseFor(ctx, ttl, 0, fn)
 }
@@ -37,7 +37,7 @@ func (s *Store) withLeaseFor(ctx context.Context, ttl time.Duration, on clientv3
 	return nil, time.Time{}, errLeasesGone
 }
 
-// left is what is left of a TTL on a lease that lives until then.
+// left is what is left of a TTL on a lease whose keys live until then.
 func left(until time.Time, ttl time.Duration) time.Duration {
 	return max(min(time.Until(until), ttl), 0)
 }
@@ -107,7 +107,7 @@ func (s *Store) decode(ctx context.Context, id string, kv *mvccpb.KeyValue) (ses
 	if err != nil {
 		return session.Session{}, err
 	}
-	remaining, _, err := s.leases.remaining(ctx, clientv3.LeaseID(kv.Lease))
+	remaining, _, err := s.leases.remaining(ctx, clientv3.LeaseID(kv.Lease), ttl)
 	if err != nil {
 		return session.Session{}, err
 	}
@@ -221,7 +221,7 @@ func (s *Store) TouchSession(ctx context.Context, id string) (time.Duration, err
 		if err != nil {
 			return 0, s.known(ctx, err)
 		}
-		_, sure, err := s.leases.remaining(octx, clientv3.LeaseID(read.Kvs[0].Lease))
+		_, sure, err := s.leases.remaining(octx, clientv3.LeaseID(read.Kvs[0].Lease), found.TTL)
 		if err != nil {
 			return 0, s.fail(ctx, err)
 		}

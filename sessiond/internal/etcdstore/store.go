@@ -5,6 +5,7 @@
 //
 //   - sessions and messages share leases by TTL (leases), lock entries take theirs out of a pool (pool), so that hardly
 //     any operation grants or revokes one;
+//   - shared leases are ended one by one before etcd would end many at a time (expiry), because with that everybody waits;
 //   - what comes while a transaction is under way is sent together, as one transaction (group);
 //   - a new lock entry knows from the one made before it whether it is the first, without a look at the queue (tails);
 //   - a node has one watch for all its waiters and one for all its subscribers (hub), opened once: a watch that is opened
@@ -109,6 +110,7 @@ type Store struct {
 	joining chan struct{}
 
 	group   *group
+	expiry  *expiry
 	leases  *leases
 	tails   *tails
 	pool    *pool
@@ -149,8 +151,9 @@ func Open(cfg Config) *Store {
 		cfg.Metrics.MustRegister(s.group.sizes)
 	}
 	background := func(f func(context.Context)) { s.wg.Go(func() { f(ctx) }) }
-	s.leases = newLeases(s.lease, &s.grants, &s.terms, window, background)
-	s.tails = newTails(s.lease, &s.grants, &s.terms, background)
+	s.expiry = newExpiry()
+	s.leases = newLeases(s.lease, &s.grants, &s.terms, s.expiry, window, background)
+	s.tails = newTails(s.lease, &s.grants, &s.terms, s.expiry, background)
 	s.pool = newPool(s.lease, &s.grants, &s.terms)
 	s.left = newLeftovers()
 	s.health = newHealth()
@@ -169,6 +172,7 @@ func Open(cfg Config) *Store {
 	s.wg.Go(func() { s.keepNode(ctx) })
 	s.wg.Go(func() { s.sweep(ctx) })
 	s.wg.Go(func() { s.clean(ctx) })
+	s.wg.Go(func() { s.expire(ctx) })
 	for _, w := range []watched{
 		{
 			prefix: s.keys.prefix, handle: s.hub.onDelete, removals: true,

@@ -60,9 +60,9 @@ type ends struct {
 	tail clientv3.LeaseID // of the session's tail
 }
 
-func newTails(lease clientv3.Lease, grants *atomic.Int64, terms *terms, background func(func(context.Context))) *tails {
+func newTails(lease clientv3.Lease, grants *atomic.Int64, terms *terms, expiry *expiry, background func(func(context.Context))) *tails {
 	same := func(ttl time.Duration) time.Duration { return ttl }
-	return &tails{leases: newLeases(lease, grants, terms, same, background), ends: newRecent[ends](maxHeads)}
+	return &tails{leases: newLeases(lease, grants, terms, expiry, same, background), ends: newRecent[ends](maxHeads)}
 }
 
 // of returns what is known of a session's queue. The keys are empty if nothing is.

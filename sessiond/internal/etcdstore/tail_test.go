@@ -261,7 +261,7 @@ func TestTailsEnd(t *testing.T) {
 
 // The number of heads that a node remembers is bounded; what is forgotten is read again.
 func TestHeadsAreBounded(t *testing.T) {
-	tails := newTails(nil, nil, nil, nil)
+	tails := newTails(nil, nil, nil, nil, nil)
 	for i := range 2 * maxHeads {
 		tails.setHead(fmt.Sprint(i), made{key: "k", created: int64(i + 1)})
 		if n := len(tails.ends.young) + len(tails.ends.old); n > maxHeads {

@@ -1,0 +1,148 @@
+package etcdstore
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+)
+
+const (
+	// How much longer than its keys a shared lease lasts, in whole seconds: as long as it may take to end very many, and some more that
+	// differs, so that etcd does not end many at once of a node that has stopped.
+	minSlack, maxSlack = 10 * time.Second, 30 * time.Second
+	// No lease is ended after one for so many times as long as that took, less a half for each second that they are late, and
+	// expireLeast times at least.
+	expirePauses = 2.0
+	expireLeast  = 0.5
+	// When to try again.
+	expireRetry = 250 * time.Millisecond
+	// How many leases a node ends. Beyond it etcd does that.
+	maxDue = maxKnownLeases
+)
+
+// expiry ends shared leases when their keys are due. Etcd would do so too, but has up to 16 in its log at a time, and for each it removes
+// all keys at one go and syncs its file, with which everybody else waits: when very many sessions are due at once, for seconds. So a lease has
+// some slack, and when that begins the node that was granted it ends it, one after the other and with pauses. If that node has stopped or
+// cannot keep up, etcd ends the lease when the slack is over.
+//
+// Transactions that remove the keys and leave an empty lease to etcd do not have the file synced, but cost a compare for each key, which reads
+// it, and a sync when the lease ends after all. They held up others no less.
+//
+// A shared lease is never refreshed, and what is written or touched is moved to another one unless this one still lasts for its TTL. So a
+// key that is on a lease which is due is due itself.
+//
+// Whether a lease is due, etcd's leader says, who also tells other nodes how long its keys have yet. A new leader counts all leases anew, and
+// so has very many be due together; these too are ended one by one then.
+type expiry struct {
+	more chan struct{}
+
+	mu  sync.Mutex
+	due []dueLease // by time
+}
+
+type dueLease struct {
+	id    clientv3.LeaseID
+	at    time.Time     // not earlier than this its keys are due
+	slack time.Duration // lasts for so much longer
+}
+
+func newExpiry() *expiry { return &expiry{more: make(chan struct{}, 1)} }
+
+// newSlack returns the slack of a lease that is about to be granted.
+func newSlack() time.Duration {
+	return minSlack + time.Duration(rand.N(int64((maxSlack-minSlack)/time.Second)+1))*time.Second
+}
+
+// add notes a lease, unless there are too many.
+func (e *expiry) add(d dueLease) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if len(e.due) >= maxDue {
+		return
+	}
+	i, _ := slices.BinarySearchFunc(e.due, d, func(a, b dueLease) int {
+		if a.at.After(b.at) {
+			return 1
+		}
+		return -1
+	})
+	e.due = slices.Insert(e.due, i, d)
+	if i > 0 {
+		return
+	}
+	select {
+	case e.more <- struct{}{}:
+	default:
+	}
+}
+
+// next takes out a lease that is due. If there is none, it says how long until there is; 0: there are none at all.
+func (e *expiry) next() (d dueLease, ok bool, wait time.Duration) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if len(e.due) == 0 {
+		e.due = nil
+		return dueLease{}, false, 0
+	}
+	d = e.due[0]
+	if wait = time.Until(d.at); wait > 0 {
+		return dueLease{}, false, wait
+	}
+	e.due = e.due[1:]
+	return d, true, 0
+}
+
+// expire ends leases that are due until ctx ends.
+func (s *Store) expire(ctx context.Context) {
+	for ctx.Err() == nil {
+		d, ok, wait := s.expiry.next()
+		if ok {
+			if again := s.expireLease(ctx, d); again > 0 {
+				d.at = time.Now().Add(again)
+				s.expiry.add(d)
+			}
+			continue
+		}
+		var timer <-chan time.Time
+		if wait > 0 {
+			timer = time.After(wait)
+		}
+		select {
+		case <-s.expiry.more:
+		case <-timer:
+		case <-ctx.Done():
+		}
+	}
+}
+
+// expireLease ends a lease if its leader says that its keys are due. It returns when to try again; 0: there is no need.
+func (s *Store) expireLease(ctx context.Context, d dueLease) (again time.Duration) {
+	octx, cancel := s.op(ctx)
+	defer cancel()
+	resp, err := s.lease.TimeToLive(octx, d.id)
+	switch {
+	case err != nil:
+		pause(ctx, expireRetry) // the others will not fare better
+		return expireRetry
+	case resp.TTL < 0:
+		return 0 // it has ended
+	}
+	s.terms.see(resp.GetRaftTerm())
+	if left := time.Duration(resp.TTL)*time.Second - d.slack; left >= 0 { // in whole seconds, rounded down
+		return left + expireRetry
+	}
+	began := time.Now()
+	if _, err := s.lease.Revoke(octx, d.id); err != nil && !errors.Is(err, rpctypes.ErrLeaseNotFound) {
+		pause(ctx, expireRetry)
+		return expireRetry
+	}
+	late := began.Sub(d.at).Seconds()
+	pause(ctx, time.Duration(float64(time.Since(began))*max(expirePauses-late/2, expireLeast)))
+	return 0
+}
