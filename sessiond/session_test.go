@@ -142,6 +142,37 @@ func TestCompareAndSwap(t *testing.T) {
 	})
 }
 
+// S5, S6: a save that expects a revision that no session has, or that another one has, changes nothing and makes none, with a lock
+// and without.
+func TestUnexpectedRevision(t *testing.T) {
+	onBoth(t, func(t *testing.T, c cluster) {
+		n := c.start(t, 1)[0]
+		id, other := n.create(t, "kept"), n.create(t, "")
+		gone := n.create(t, "")
+		if _, err := n.sessions.Destroy(t.Context(), &sessiondv1.DestroyRequest{SessionId: gone}); err != nil {
+			t.Fatal(err)
+		}
+		for _, expected := range []uint64{0, n.read(t, id).GetRevision() - 1, n.read(t, other).GetRevision()} {
+			save := func(id string, g *sessiondv1.Grant) error {
+				req := &sessiondv1.SaveRequest{SessionId: id, Data: []byte("changed"), ExpectedRevision: &expected}
+				if g != nil {
+					req.FencingToken = g.FencingToken
+				}
+				_, err := n.sessions.Save(t.Context(), req)
+				return err
+			}
+			wantReason(t, save(id, nil), codes.Aborted, "REVISION_MISMATCH")
+			wantReason(t, save(gone, nil), codes.NotFound, "SESSION_NOT_FOUND")
+			g := n.acquire(t, &sessiondv1.AcquireRequest{SessionId: id})
+			wantReason(t, save(id, g), codes.Aborted, "REVISION_MISMATCH")
+			n.release(t, g)
+		}
+		if got := n.read(t, id).GetData(); string(got) != "kept" {
+			t.Errorf("read %q", got)
+		}
+	})
+}
+
 // S6, S7: under a lock only the holder's token saves; afterwards it no longer does.
 func TestSaveUnderLock(t *testing.T) {
 	onBoth(t, func(t *testing.T, c cluster) {

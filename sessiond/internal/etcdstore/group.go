@@ -19,6 +19,10 @@ const (
 	// How many transactions may be under way before what comes is gathered. With two, 128 callers took half
 	// as many commits again, for no more cycles.
 	maxUnderWay = 1
+	// So many steps, half of what goes into one transaction, are sent beside what is under way. While etcd syncs and carries out the one,
+	// the node prepares the other: with 128 callers on etcd apart up to a seventh more cycles. With fewer the share of each in what
+	// a transaction costs grows faster than that gains.
+	plenty = maxGroupOps / 2
 	// After so long a transaction counts as under way no more, so that one that a member leaves unanswered holds up nobody
 	// for longer.
 	patience = 50 * time.Millisecond
@@ -33,8 +37,8 @@ const (
 // errNotSent says that a step was not sent, so it certainly has not been carried out.
 var errNotSent = errors.New("not sent")
 
-// group sends transactions to etcd: at once while few are under way, and what comes while more are is gathered and sent as
-// one transaction of nested ones, each with its own compares and its own answer. A commit costs about the same however much
+// group sends transactions to etcd: at once while none is under way, and what comes while one is is gathered and sent, after it or
+// when it has become plenty, as one transaction of nested ones, each with its own compares and its own answer. A commit costs about the same however much
 // is in it, so that what many callers do at the same time costs little more than what one does.
 //
 // A transaction is one moment, and etcd evaluates all compares before it carries out the first operation. So steps that
@@ -224,10 +228,13 @@ func (g *group) next() {
 	g.sendQueue(g.limit)
 }
 
-// sendQueue sends what has been gathered, if less than room are under way, and unless all of it is patient. What does not fit into one
-// transaction is sent in another at the same time: that costs etcd more work, but waiting would keep those who do much about
-// one session from sharing a sync to disk.
+// sendQueue sends what has been gathered, if less than room are under way (one more if it is plenty), and unless all of it is patient.
+// What does not fit into one transaction is sent in another at the same time: that costs etcd more work, but waiting would keep
+// those who do much about one session from sharing a sync to disk.
 func (g *group) sendQueue(room int) {
+	if len(g.queue) >= plenty {
+		room++
+	}
 	if g.underWay >= room {
 		return
 	}

@@ -442,6 +442,34 @@ func TestGroupUrgent(t *testing.T) {
 	}
 }
 
+// What waits is sent beside a transaction that is under way once it is plenty, and what comes then waits again.
+func TestGroupPlenty(t *testing.T) {
+	g, etcds, first := gated(t)
+	var steps []*step
+	for range plenty {
+		steps = append(steps, putStep("one of many"))
+	}
+	outcomes := enqueue(t.Context(), t, g, steps[1:]...)
+	last := make(chan outcome, 1)
+	go func() {
+		resp, err := g.txn(t.Context(), steps[0])
+		last <- outcome{resp, err}
+	}()
+	many := <-etcds.arrived
+	if many.size() != plenty {
+		t.Errorf("%d steps are sent beside the first, not %d", many.size(), plenty)
+	}
+	outcomes = append(outcomes, last, enqueue(t.Context(), t, g, putStep("after them"))[0])
+	many.pass <- nil
+	first.pass <- nil
+	(<-etcds.arrived).pass <- nil
+	for _, done := range outcomes {
+		if o := <-done; o.err != nil {
+			t.Error(o.err)
+		}
+	}
+}
+
 // The holder's step goes before the acquires of its session that wait to be sent.
 func TestGroupHolderFirst(t *testing.T) {
 	g := newGroup(nil)

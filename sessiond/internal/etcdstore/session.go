@@ -146,14 +146,19 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 	}
 
 	cmps := []compare{exists(key)}
+	switch {
+	case save.Expected == nil:
+	case *save.Expected == 0:
+		cmps = append(cmps, missing(key)) // no session has that revision
+	default:
+		// It cannot have been written and not exist, and for each compare etcd reads the whole session.
+		cmps[0] = writtenAt(key, int64(*save.Expected))
+	}
 	if save.Token != 0 {
 		// A grant from before the session was made anew is no grant of this one: its entry went when that was made.
 		cmps = append(cmps, s.holds(save.ID, save.Request, save.Token)...)
 	} else {
 		cmps = append(cmps, empty(s.keys.locks(save.ID)))
-	}
-	if save.Expected != nil {
-		cmps = append(cmps, writtenAt(key, int64(*save.Expected)))
 	}
 	value := encodeSession(save.TTL, save.Data)
 	entry := s.keys.lock(save.ID, save.Request)
