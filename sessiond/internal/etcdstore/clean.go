@@ -117,7 +117,7 @@ func (c *cleaner) due() (sessions []string, wait time.Duration) {
 
 // clean removes leftovers until ctx ends.
 func (s *Store) clean(ctx context.Context) {
-	for {
+	for ctx.Err() == nil {
 		sessions, wait := s.cleaner.due()
 		if len(sessions) > 0 {
 			if err := s.cleanUp(ctx, sessions); err != nil && ctx.Err() == nil {
@@ -125,21 +125,9 @@ func (s *Store) clean(ctx context.Context) {
 				s.logger.DebugContext(ctx, "leftovers of expired sessions not removed", "error", err)
 				pause(ctx, sweepRetry)
 			}
-			if ctx.Err() != nil {
-				return
-			}
 			continue
 		}
-		var timer <-chan time.Time
-		if wait > 0 {
-			timer = time.After(wait)
-		}
-		select {
-		case <-s.cleaner.more:
-		case <-timer:
-		case <-ctx.Done():
-			return
-		}
+		pauseFor(ctx, s.cleaner.more, wait)
 	}
 }
 

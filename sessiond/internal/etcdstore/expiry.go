@@ -109,15 +109,7 @@ func (s *Store) expire(ctx context.Context) {
 			}
 			continue
 		}
-		var timer <-chan time.Time
-		if wait > 0 {
-			timer = time.After(wait)
-		}
-		select {
-		case <-s.expiry.more:
-		case <-timer:
-		case <-ctx.Done():
-		}
+		pauseFor(ctx, s.expiry.more, wait)
 	}
 }
 

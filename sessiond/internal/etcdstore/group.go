@@ -37,9 +37,10 @@ const (
 // errNotSent says that a step was not sent, so it certainly has not been carried out.
 var errNotSent = errors.New("not sent")
 
-// group sends transactions to etcd: at once while none is under way, and what comes while one is is gathered and sent, after it or
-// when it has become plenty, as one transaction of nested ones, each with its own compares and its own answer. A commit costs about the same however much
-// is in it, so that what many callers do at the same time costs little more than what one does.
+// group sends transactions to etcd: at once while none is under way. What comes while one is under way is gathered, and sent when that
+// has been answered or when it has become plenty, as one transaction of nested ones, each with its own compares and its own
+// answer. A commit costs about the same however much is in it, so that what many callers do at the same time costs little
+// more than what one does.
 //
 // A transaction is one moment, and etcd evaluates all compares before it carries out the first operation. So steps that
 // touch the same keys are kept out of one transaction: two lock entries would get the same revision, and with it the same

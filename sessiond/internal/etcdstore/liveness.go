@@ -277,6 +277,21 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
+// pauseFor is pause until there is more at the latest; without an end of its own if d is 0.
+func pauseFor(ctx context.Context, more <-chan struct{}, d time.Duration) {
+	var end <-chan time.Time
+	if d > 0 {
+		timer := time.NewTimer(d)
+		defer timer.Stop()
+		end = timer.C
+	}
+	select {
+	case <-more:
+	case <-end:
+	case <-ctx.Done():
+	}
+}
+
 // attachment implements lock.Attachment.
 type attachment struct {
 	s        *Store
