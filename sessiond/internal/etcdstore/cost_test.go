@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/sessiond/sessiond/sessiond/internal/lock"
@@ -52,7 +53,8 @@ func (s *services) acquire(t *testing.T, id string) lock.Grant {
 	return g
 }
 
-// commits counts the raft entries that f adds, without those that grant leases, which belong to no operation.
+// commits counts the raft entries that f adds, without those that grant leases, and without those by which the member ends the leases
+// that other tests left. They belong to no operation.
 func commits(t *testing.T, f func(), stores ...*Store) int {
 	t.Helper()
 	count := func() int {
@@ -60,11 +62,51 @@ func commits(t *testing.T, f func(), stores ...*Store) int {
 		for _, s := range stores {
 			grants += s.LeaseGrants()
 		}
-		return int(etcd.Member().Server.CommittedIndex()) - int(grants)
+		member, n := etcd.Member().Server, 0
+		waitFor(t, 10*time.Second, "all that is committed is carried out", func() bool {
+			// The ends of leases are counted when they are carried out.
+			committed, ended := member.CommittedIndex(), leasesEnded(t)
+			n = int(committed) - int(grants) - ended
+			return member.AppliedIndex() == committed && leasesEnded(t) == ended
+		})
+		return n
 	}
 	before := count()
 	f()
 	return count() - before
+}
+
+// What belongs to no operation is not counted as one's.
+func TestCommitsAreOfTheOperation(t *testing.T) {
+	lease := etcd.Client()
+	granted, err := lease.Grant(t.Context(), 60)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := commits(t, func() {
+		if _, err := lease.Revoke(t.Context(), granted.ID); err != nil {
+			t.Fatal(err)
+		}
+	})
+	if got != 0 {
+		t.Errorf("the end of a lease counts as %d commits", got)
+	}
+}
+
+// leasesEnded is how many leases members in this process have ended.
+func leasesEnded(t *testing.T) int {
+	t.Helper()
+	families, err := prometheus.DefaultGatherer.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, family := range families {
+		if family.GetName() == "etcd_debugging_lease_revoked_total" {
+			return int(family.GetMetric()[0].GetCounter().GetValue())
+		}
+	}
+	t.Fatal("etcd does not count the ends of leases")
+	return 0
 }
 
 // What an operation costs is fixed: a commit is a raft entry with its fsync.
