@@ -337,7 +337,7 @@ func TestPasses(t *testing.T) {
 	var ops []operation
 	for i := range sessions {
 		for j := range entries {
-			value := entryRecord{Holder: "h", Node: "n"}.encode()
+			value := entryRecord{Holder: "h", Node: s.store.node}.encode()
 			if ops = append(ops, opPut(s.store.keys.lock(fmt.Sprint(i), fmt.Sprint(j)), []byte(value), clientv3.NoLease)); len(ops) == maxTxnOps {
 				if _, err := s.store.txn(t.Context(), nil, ops, nil); err != nil {
 					t.Fatal(err)
@@ -346,8 +346,8 @@ func TestPasses(t *testing.T) {
 			}
 		}
 	}
-	ops = append(ops, opPut(s.store.keys.lock("1", "owned"), []byte(entryRecord{FrontEnd: "fe", Node: "n"}.encode()), clientv3.NoLease),
-		opPut(s.store.keys.lock("2", "owned"), []byte(entryRecord{FrontEnd: "fe", Node: "n"}.encode()), clientv3.NoLease))
+	ops = append(ops, opPut(s.store.keys.lock("1", "owned"), []byte(entryRecord{FrontEnd: "fe", Node: s.store.node}.encode()), clientv3.NoLease),
+		opPut(s.store.keys.lock("2", "owned"), []byte(entryRecord{FrontEnd: "fe", Node: s.store.node}.encode()), clientv3.NoLease))
 	if _, err := s.store.txn(t.Context(), nil, ops, nil); err != nil {
 		t.Fatal(err)
 	}
