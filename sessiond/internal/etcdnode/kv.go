@@ -7,8 +7,6 @@ import (
 	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.etcd.io/etcd/server/v3/etcdserver"
-	"go.etcd.io/etcd/server/v3/etcdserver/api/v3rpc"
-	"go.etcd.io/etcd/server/v3/proxy/grpcproxy/adapter"
 	"google.golang.org/grpc"
 )
 
@@ -21,10 +19,10 @@ type KV struct {
 	callOpts []grpc.CallOption
 }
 
-// newInProcessKV calls what an embedded member serves over gRPC, with the checks of requests and of the space quota. A write is encoded
+// newInProcessKV calls an embedded member, with the checks of requests and of the space quota that it has over gRPC. A write is encoded
 // before it is proposed, so nothing keeps a request.
 func newInProcessKV(member *etcdserver.EtcdServer) *KV {
-	remote := adapter.KvServerToKvClient(v3rpc.NewQuotaKVServer(member))
+	remote := newInProcess(member)
 	return &KV{KV: clientv3.NewKVFromKVClient(remote, nil), remote: remote}
 }
 
