@@ -148,8 +148,14 @@ func (s *Store) Release(ctx context.Context, sessionID, request string, token ui
 		return lock.ErrNotHeld
 	}
 	next.granted(resp, 1)
-	s.pool.released(key, resp.Header.Revision)
+	s.removed(sessionID, key, resp.Header.Revision)
 	return nil
+}
+
+// removed notes that this node removed an entry.
+func (s *Store) removed(sessionID, key string, revision int64) {
+	s.pool.released(key, revision)
+	s.tails.removed(sessionID, key, revision)
 }
 
 // place implements lock.Place.

@@ -190,7 +190,7 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 		s.leases.saved.set(save.ID, func(on *clientv3.LeaseID) { *on = saved })
 		if save.Release {
 			next.granted(resp, 2)
-			s.pool.released(entry, resp.Header.Revision)
+			s.removed(save.ID, entry, resp.Header.Revision)
 		}
 		return uint64(resp.Header.Revision), nil
 	}

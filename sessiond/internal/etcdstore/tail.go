@@ -29,7 +29,8 @@ const (
 // entry knows, as of the moment at which it is made, which one was made before it. If that one was the first of the
 // queue at some time, all that were older had gone, for entries only ever go; and if it has gone too, the queue was empty.
 // Which entry was the first at some time, each node remembers of the last it has seen (the head); the one behind it is, once
-// the head has gone, and so on. Whether they are still there, the step that makes the new one reads.
+// the head has gone, and so on. Whether they are still there, the step that makes the new one reads; of a head that this node itself
+// has removed it needs no read, for an entry that has gone does not come back: one of the same key is another, made later.
 //
 // In the same way a new entry that is not the first knows from its own step who holds the lock, and who is before it, if that is
 // the entry that this node believed to be the last. A tail that is missing, or that names another entry, says nothing: then
@@ -56,6 +57,7 @@ type made struct {
 // ends are what a node knows of a queue.
 type ends struct {
 	head made             // was the first at some time
+	gone bool             // the head has been removed
 	last made             // is the last that this node knows of
 	tail clientv3.LeaseID // of the session's tail
 }
@@ -72,8 +74,15 @@ func (t *tails) of(sessionID string) ends { return t.ends.of(sessionID) }
 func (t *tails) setHead(sessionID string, m made) {
 	t.ends.set(sessionID, func(e *ends) {
 		if m.created > e.head.created {
-			e.head = m
+			e.head, e.gone = m, false
 		}
+	})
+}
+
+// removed notes that an entry was removed at a revision.
+func (t *tails) removed(sessionID, key string, revision int64) {
+	t.ends.set(sessionID, func(e *ends) {
+		e.gone = e.gone || e.head.key == key && e.head.created < revision
 	})
 }
 
@@ -95,7 +104,8 @@ func (t *tails) lease(ctx context.Context, sessionID string) (clientv3.LeaseID, 
 // surroundings are what the step that makes an entry reads to know where in the queue it is.
 type surroundings struct {
 	session string
-	read    []made // the head, those behind it, and the last, as far as they are known, each once
+	known   []made // the head, those behind it, and the last, as far as they are known, each once
+	gone    int    // how many of them have gone, from the head on; the others are read
 	chain   int    // how many of them follow each other with none between, from the head on
 }
 
@@ -106,10 +116,13 @@ func (s *Store) surroundings(sessionID string) surroundings {
 	if e.head.key == "" {
 		return around
 	}
-	around.read = s.hub.chain(sessionID, e.head, maxChain)
-	around.chain = len(around.read)
-	if !slices.ContainsFunc(around.read, func(m made) bool { return m.key == e.last.key }) && e.last.created > e.head.created {
-		around.read = append(around.read, e.last)
+	around.known = s.hub.chain(sessionID, e.head, maxChain)
+	around.chain = len(around.known)
+	if !slices.ContainsFunc(around.known, func(m made) bool { return m.key == e.last.key }) && e.last.created > e.head.created {
+		around.known = append(around.known, e.last)
+	}
+	if e.gone {
+		around.gone = 1
 	}
 	return around
 }
@@ -117,12 +130,12 @@ func (s *Store) surroundings(sessionID string) surroundings {
 // ops are the reads. With nothing known they count the queue. Who is before the entry is then read afterwards: etcd sorts a queue by
 // reading the whole of it, and within a write that would hold up everybody else's.
 func (a surroundings) ops(k keys) []operation {
-	if len(a.read) == 0 {
+	if len(a.known) == 0 {
 		return []operation{opCount(k.locks(a.session))}
 	}
-	ops := make([]operation, len(a.read))
-	for i, m := range a.read {
-		ops[i] = opGet(m.key)
+	var ops []operation
+	for _, m := range a.known[a.gone:] {
+		ops = append(ops, opGet(m.key))
 	}
 	return ops
 }
@@ -138,7 +151,7 @@ type found struct {
 
 // found looks at the answers to the reads, and at the tail before the entry.
 func (a surroundings) found(answers []*etcdserverpb.ResponseOp, own made, tail *mvccpb.KeyValue) found {
-	if len(a.read) == 0 {
+	if len(a.known) == 0 {
 		return found{first: answers[0].GetResponseRange().Count == 1}
 	}
 	if tail == nil {
@@ -147,10 +160,12 @@ func (a surroundings) found(answers []*etcdserverpb.ResponseOp, own made, tail *
 	var f found
 	older := true // all that are older than the one at hand have gone
 	var holder made
-	for i, m := range a.read {
+	for i, m := range a.known {
 		var kv *mvccpb.KeyValue
-		if kvs := answers[i].GetResponseRange().Kvs; len(kvs) > 0 && kvs[0].CreateRevision == m.created {
-			kv = kvs[0]
+		if i >= a.gone {
+			if kvs := answers[i-a.gone].GetResponseRange().Kvs; len(kvs) > 0 && kvs[0].CreateRevision == m.created {
+				kv = kvs[0]
+			}
 		}
 		older = older && i < a.chain
 		if older && kv != nil {

@@ -9,6 +9,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/sessiond/sessiond/sessiond/internal/lock"
+	"github.com/sessiond/sessiond/sessiond/internal/session"
 )
 
 // L3, L4, L6: whoever made or removed entries, and whatever this node remembers of it, an acquire holds the lock only if no entry is
@@ -131,16 +132,23 @@ func TestTailIsExact(t *testing.T) {
 	}
 }
 
-// An acquire of a session that was locked before reads single keys, not the queue: etcd would visit every entry that ever was in
-// it since the last compaction.
+// An acquire of a session that was locked before does not read the queue: etcd would visit every entry that ever was in it since the
+// last compaction. If this node has removed the entry before its own, it does not look whether that has gone either.
 func TestAcquireReadsNoQueue(t *testing.T) {
 	s := newServices(t, "")
 	id := s.create(t)
 	g := s.acquire(t, id)
 	etcds := gateOf(t, s)
-	for range 2 {
+	releases := []func() error{
+		func() error { return s.locks.Release(t.Context(), id, g.Request, g.Token) },
+		func() error {
+			_, err := s.sessions.Save(t.Context(), session.Save{ID: id, TTL: time.Hour, Token: g.Token, Request: g.Request, Release: true})
+			return err
+		},
+	}
+	for _, release := range releases {
 		done := make(chan error, 1)
-		go func() { done <- s.locks.Release(t.Context(), id, g.Request, g.Token) }()
+		go func() { done <- release() }()
 		(<-etcds.arrived).pass <- nil
 		if err := <-done; err != nil {
 			t.Fatal(err)
@@ -149,7 +157,7 @@ func TestAcquireReadsNoQueue(t *testing.T) {
 		go func() { granted <- s.acquire(t, id) }()
 		x := <-etcds.arrived
 		for _, op := range x.req.Success {
-			if r := op.GetRequestRange(); len(r.GetRangeEnd()) > 0 {
+			if r := op.GetRequestRange(); r != nil && string(r.Key) != s.store.keys.session(id) {
 				t.Errorf("reads from %s to %s", r.Key, r.RangeEnd)
 			}
 		}
@@ -275,5 +283,25 @@ func TestHeadsAreBounded(t *testing.T) {
 	tails.setHead("s", made{key: "late", created: 1})
 	if e := tails.of("s"); e.head.key != "new" {
 		t.Errorf("head is %v", e.head)
+	}
+}
+
+// L4: only the head itself is known to have gone, not another entry of the same key, nor one that came after it.
+func TestRemovedHead(t *testing.T) {
+	tails := newTails(nil, nil, nil, nil, nil)
+	gone := func(key string, revision int64) bool {
+		tails.removed("s", key, revision)
+		return tails.of("s").gone
+	}
+	tails.setHead("s", made{key: "k", created: 5})
+	if gone("other", 6) || gone("k", 4) {
+		t.Error("what has gone is not the head")
+	}
+	if !gone("k", 6) {
+		t.Error("the head has gone")
+	}
+	tails.setHead("s", made{key: "k", created: 7})
+	if gone("k", 6) {
+		t.Error("made anew after one of the same key had gone")
 	}
 }
