@@ -2,7 +2,6 @@ package etcdnode
 
 import (
 	"context"
-	"errors"
 	"hash/maphash"
 
 	"go.etcd.io/etcd/api/v3/etcdserverpb"
@@ -16,8 +15,6 @@ import (
 	"go.etcd.io/etcd/server/v3/storage"
 	"go.etcd.io/etcd/server/v3/storage/mvcc"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 )
 
 // inProcess calls an embedded member. What etcd serves over gRPC checks each request, for which it puts all keys of a transaction into
@@ -171,13 +168,10 @@ var txnErrors = map[error]error{
 	auth.ErrAuthOldRevision:                  rpctypes.ErrGRPCAuthOldRevision,
 }
 
-// served is the error that etcd answers over gRPC for one of a member.
+// served is the error that etcd answers over gRPC for one of a member. A context's stays as it is, and so does one that etcd has no answer for.
 func served(err error) error {
-	if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
-		return err
-	}
 	if known, ok := txnErrors[err]; ok {
 		return known
 	}
-	return status.Error(codes.Unknown, err.Error())
+	return err
 }
