@@ -1,6 +1,7 @@
 // Package client is the Go client of sessiond: sessions, their locks, and messages between front-ends.
 //
-// A [Client] is given the addresses of one or several nodes and balances its calls over those that are healthy. Its
+// A [Client] is given the addresses of one or several nodes and balances its calls over those that are healthy: sessions are
+// spread over the nodes, and what is about one session goes to one node, the same one from all clients with the same addresses. Its
 // methods are safe for concurrent use, take their deadline from the context (and are bounded by [Options].CallTimeout),
 // and return errors to be told apart with errors.Is and the Err variables of this package.
 //
@@ -16,9 +17,14 @@
 // # How calls travel
 //
 // Calls to a node share one stream (MultiplexService), which takes less than half of the processor time of a gRPC call each; calls that
-// are made at the same time travel together, and none waits for another. Nodes take turns call by call, and errors, deadlines and
-// cancellations are those of unary calls. Unary calls are made where there is no such stream: to older nodes, while a connection is new,
-// and with requests over 64 KiB.
+// are made at the same time travel together, and none waits for another. Errors, deadlines and cancellations are those
+// of unary calls. Unary calls are made where there is no such stream: to older nodes, while a connection is new, and with requests over
+// 64 KiB.
+//
+// Any node serves any session. That all ask the same one about a session saves time: locks are handed over within the node, without a
+// read, and what its callers do at the same time shares commits. When a node is unhealthy its sessions are spread over the others, and
+// come back afterwards. A node that has answered nothing for a second when a call's deadline comes, or that says that it is
+// unavailable, is passed over for 5 seconds, and a retry goes to another node at once.
 //
 // Subscriptions are on that stream as well, up to 65,536 of them. One takes 2 KiB of memory while nothing comes, and no goroutine but the
 // one that ranges over it. What a node may send of it is bounded until that takes it (64 KiB and a response), so a slow one
@@ -81,7 +87,8 @@ type Options struct {
 	Attach bool
 	// DialOptions are added to the client's own: interceptors, for one.
 	DialOptions []grpc.DialOption
-	// Unary makes each call, and each subscription, a gRPC call of its own; otherwise those to a node share one stream. Interceptors
+	// Unary makes each call, and each subscription, a gRPC call of its own, to the nodes in turns; otherwise those to a node share one
+	// stream, and a session's go to one node. Interceptors
 	// and metadata work in both ways, but for what gRPC does by itself for each call it has to be set: statistics handlers
 	// and per-call credentials among DialOptions, and proxies that spread calls over nodes. Default: false.
 	Unary bool

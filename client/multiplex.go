@@ -6,14 +6,18 @@ import (
 	"fmt"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/retry"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/balancer"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
@@ -35,13 +39,20 @@ const (
 // errNotSent says that a stream does not carry a call, and that no node has seen it.
 var errNotSent = errors.New("not sent")
 
+// errPickDone says that a balancer wants to be told when a call has ended, which only gRPC does.
+var errPickDone = errors.New("balancer counts calls")
+
 // multiplexer carries calls over one stream to each node, which costs a fraction of what they cost on their own: unary calls, and
 // those that answer with a stream (sharedSubscription).
 //
-// It is the innermost interceptor, so retries and what else there is see no difference. Which node a call goes to is
-// round_robin's choice for each call, as without it (sharedBalancer). Whatever does not fit is left to gRPC: a call while a stream is
-// being opened, to a node that does not know of it or shuts down, or with a large request. So is a call that had not been
-// sent when a stream broke; one that had been sent fails as a unary call on a broken connection does.
+// It is the innermost interceptor, so retries and what else there is see no difference. Whatever does not fit is left to gRPC: a call
+// while a stream is being opened, to a node that does not know of it or shuts down, or with a large request. So is a call that
+// had not been sent when a stream broke; one that had been sent fails as a unary call on a broken connection does.
+//
+// Calls about a session go to one node while that is healthy, the same one from all clients (sharedPicker.preferred). Any other would
+// do: but this one knows the session's queue, so its waiters are handed the lock without a read, what they ask for meanwhile
+// shares transactions, and etcd's index need not be searched. A call that is tried again goes to the next node, and so do
+// a node's sessions for a while when it has kept silent. All other calls, and those of clients that make unary ones, go to the nodes in turns.
 type multiplexer struct {
 	picker  atomic.Pointer[sharedPicker] // nil: there is no node
 	service sessiondv1.MultiplexServiceClient
@@ -83,16 +94,49 @@ func (m *multiplexer) intercept(ctx context.Context, method string, req, reply a
 	if size > maxSharedBytes {
 		return invoke(ctx, method, req, reply, cc, opts...)
 	}
-	pick, err := picker.Pick(balancer.PickInfo{FullMethodName: method, Ctx: ctx})
-	if err != nil || pick.Done != nil {
+	conn, s, err := m.pick(ctx, picker, method, in)
+	if err != nil {
 		return invoke(ctx, method, req, reply, cc, opts...)
 	}
-	if s := m.stream(picker, pick.SubConn); s != nil {
+	if s != nil {
 		if err := s.call(ctx, method, in, size, out); !errors.Is(err, errNotSent) {
 			return err
 		}
 	}
-	return invoke(picker.with(ctx, pick.SubConn, false), method, req, reply, cc, opts...)
+	return invoke(picker.with(ctx, conn, false), method, req, reply, cc, opts...)
+}
+
+// pick returns the connection to the node that a call is to go to, and the stream to it, or nil if there is none at the moment.
+func (m *multiplexer) pick(ctx context.Context, picker *sharedPicker, method string, request proto.Message) (balancer.SubConn, *sharedStream, error) {
+	if about, ok := request.(interface{ GetSessionId() string }); ok && about.GetSessionId() != "" {
+		for n := range picker.preferred(about.GetSessionId(), triedBefore(ctx)) {
+			if s := m.stream(picker, n.conn); s != nil || m.comes(n.conn) {
+				return n.conn, s, nil
+			}
+		}
+	}
+	pick, err := picker.Pick(balancer.PickInfo{FullMethodName: method, Ctx: ctx})
+	if err == nil && pick.Done != nil {
+		err = errPickDone
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	return pick.SubConn, m.stream(picker, pick.SubConn), nil
+}
+
+// triedBefore is how often a call has been made already.
+func triedBefore(ctx context.Context) int {
+	md, ok := metadata.FromOutgoingContext(ctx)
+	if !ok {
+		return 0
+	}
+	for _, v := range md[retry.AttemptMetadataKey] {
+		if n, err := strconv.Atoi(v); err == nil {
+			return max(n, 0)
+		}
+	}
+	return 0
 }
 
 // isOurs tells whether a method may be one that a shared stream carries.
@@ -132,7 +176,7 @@ func (m *multiplexer) stream(picker *sharedPicker, conn balancer.SubConn) *share
 			delete(m.streams, other)
 		}
 	}
-	s = &sharedStream{calls: map[uint64]*sharedCall{}, subscriptions: map[uint64]*sharedSubscription{}}
+	s = &sharedStream{node: picker.node(conn), calls: map[uint64]*sharedCall{}, subscriptions: map[uint64]*sharedSubscription{}}
 	s.changed.L = &s.mu
 	m.streams[conn] = s
 	m.running.Go(func() {
@@ -151,6 +195,7 @@ type sharedStream struct {
 	ready atomic.Bool
 	again atomic.Pointer[time.Time]
 
+	node   *sharedNode // nil: not known
 	stream multiplexClient
 	fail   context.CancelFunc
 
@@ -167,8 +212,9 @@ type sharedStream struct {
 	granting      []*sharedSubscription
 	// closing says that the stream takes no more calls, ended that it has broken, or answered all.
 	closing, ended bool
-	// sending says that somebody sends, heard that the node has answered since something was sent.
+	// sending says that somebody sends, heard that the node has answered since something was sent; responses counts what it said.
 	sending, heard bool
+	responses      uint64
 }
 
 // sharedCall is a call on a stream. Its lock is the stream's.
@@ -178,6 +224,8 @@ type sharedCall struct {
 	subscription *sharedSubscription // that begins with it; nil: a unary call
 
 	done   chan struct{} // receives once it is answered, or err is set
+	begun  time.Time
+	heard  uint64 // how much the node had said then
 	sent   bool
 	answer []byte
 	status []byte
@@ -308,6 +356,7 @@ func (s *sharedStream) receive() {
 		}
 		s.mu.Lock()
 		s.heard = true
+		s.responses++
 		for _, a := range response.GetAnswers() {
 			c := s.calls[a.GetId()]
 			if c == nil {
@@ -388,7 +437,11 @@ func (s *sharedStream) call(ctx context.Context, method string, in proto.Message
 	case c.err != nil:
 		return c.err
 	case len(c.status) > 0:
-		return decodeStatus(c.status)
+		err := decodeStatus(c.status)
+		if status.Code(err) == codes.Unavailable {
+			s.node.suspected()
+		}
+		return err
 	}
 	return decodeAnswer(c.answer, out)
 }
@@ -419,7 +472,7 @@ func (s *sharedStream) begin(c *sharedCall) bool {
 		return false
 	}
 	s.lastID++
-	c.Id = s.lastID
+	c.Id, c.begun, c.heard = s.lastID, time.Now(), s.responses
 	s.calls[c.Id] = c
 	s.unsent = append(s.unsent, c)
 	// A call that is alone is sent at once, without waking the sender; not to a node that may have ceased to read, for that could
@@ -452,5 +505,8 @@ func (s *sharedStream) cancel(c *sharedCall) bool {
 	}
 	s.cancelled = append(s.cancelled, c.GetId())
 	s.changed.Signal()
+	if s.responses == c.heard && time.Since(c.begun) >= silence {
+		s.node.suspected()
+	}
 	return true
 }

@@ -78,7 +78,7 @@ func (c *sharedSubscription) SendMsg(m any) error {
 
 func (c *sharedSubscription) begin() error {
 	if size := proto.Size(c.request); size <= maxSharedBytes {
-		if s := c.carrier.await(c.ctx, c.method); s != nil && s.subscribe(c, size) {
+		if s := c.carrier.await(c.ctx, c.method, c.request); s != nil && s.subscribe(c, size) {
 			return nil
 		}
 	}
@@ -164,13 +164,13 @@ func (c *sharedSubscription) Trailer() metadata.MD {
 	return nil
 }
 
-// await returns the stream to the node whose turn it is, and waits for it while there is going to be one soon. nil: leave the call to
+// await returns the stream to the node that a call is to go to, and waits for it while there is going to be one soon. nil: leave the call to
 // gRPC.
-func (m *multiplexer) await(ctx context.Context, method string) *sharedStream {
+func (m *multiplexer) await(ctx context.Context, method string, request proto.Message) *sharedStream {
 	var changed <-chan struct{}
 	var patience <-chan time.Time
 	for {
-		if s, wait := m.next(ctx, method); !wait {
+		if s, wait := m.next(ctx, method, request); !wait {
 			return s
 		}
 		if changed == nil {
@@ -194,20 +194,20 @@ func (m *multiplexer) await(ctx context.Context, method string) *sharedStream {
 	}
 }
 
-// next returns the stream to the node whose turn it is, or nil, and whether it is worth waiting for one.
-func (m *multiplexer) next(ctx context.Context, method string) (s *sharedStream, wait bool) {
+// next returns the stream to the node that a call is to go to, or nil, and whether it is worth waiting for one.
+func (m *multiplexer) next(ctx context.Context, method string, request proto.Message) (s *sharedStream, wait bool) {
 	picker := m.picker.Load()
 	if picker == nil {
 		return nil, true
 	}
-	pick, err := picker.Pick(balancer.PickInfo{FullMethodName: method, Ctx: ctx})
-	if err != nil || pick.Done != nil {
+	conn, s, err := m.pick(ctx, picker, method, request)
+	if err != nil {
 		return nil, errors.Is(err, balancer.ErrNoSubConnAvailable)
 	}
-	if s := m.stream(picker, pick.SubConn); s != nil {
+	if s != nil {
 		return s, false
 	}
-	return nil, m.comes(pick.SubConn)
+	return nil, m.comes(conn)
 }
 
 // comes tells whether there may soon be a stream to a node.
