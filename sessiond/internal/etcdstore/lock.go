@@ -6,6 +6,7 @@ import (
 	"sync"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -104,18 +105,23 @@ func toEntry(kvs []*mvccpb.KeyValue) (*lock.Entry, error) {
 func (s *Store) Look(ctx context.Context, r lock.Request) (lock.View, error) {
 	octx, cancel := s.op(ctx)
 	defer cancel()
-	resp, err := s.kv.read(octx,
-		s.readSession(r.Session, false),
-		opGet(s.keys.lock(r.Session, r.ID)),
-		s.firstEntry(r.Session),
-	)
+	resp, err := s.kv.read(octx, s.overview(r)...)
 	if err != nil {
 		return lock.View{}, s.fail(ctx, err)
 	}
 	r.Read = false
-	sess, own, first := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
-	v, err := s.view(octx, r, resp.Header.Revision, sess.Kvs, own.Kvs, first.Kvs, first.Count)
+	sess, own, first := overviewed(resp)
+	v, err := s.view(octx, r, resp.Header.Revision, sess, own, first.Kvs, first.Count)
 	return v, s.known(ctx, err)
+}
+
+// overview reads what a request's caller can see of the session and the queue, and overviewed has the answers.
+func (s *Store) overview(r lock.Request) []operation {
+	return []operation{s.readSession(r.Session, false), opGet(s.keys.lock(r.Session, r.ID)), s.firstEntry(r.Session)}
+}
+
+func overviewed(resp *etcdserverpb.TxnResponse) (sess, own []*mvccpb.KeyValue, first *etcdserverpb.RangeResponse) {
+	return resp.Responses[0].GetResponseRange().Kvs, resp.Responses[1].GetResponseRange().Kvs, resp.Responses[2].GetResponseRange()
 }
 
 // Release implements lock.Store.
@@ -260,7 +266,7 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 		cmps: []compare{exists(about), missing(p.key)},
 		then: []operation{
 			opPut(p.key, []byte(p.value), l.id),
-			s.readSession(r.Session, r.Read),
+			readRecord(about, r.Read),
 			opExchange(s.keys.tail(r.Session), []byte(p.key), tail),
 		},
 		late: func() []operation {
@@ -268,11 +274,6 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 			return around.ops(s.keys)
 		},
 		most: maxChain + 1,
-		els: []operation{
-			s.readSession(r.Session, false),
-			opGet(p.key),
-			s.firstEntry(r.Session),
-		},
 	}
 	if ifFree {
 		entry.role = apart // its compare speaks of the entry that a release removes
@@ -296,18 +297,8 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 
 	if !resp.Succeeded {
 		s.pool.put(l)
-		sess, own, first := resp.Responses[0].GetResponseRange(), resp.Responses[1].GetResponseRange(), resp.Responses[2].GetResponseRange()
-		if len(sess.Kvs) > 0 && len(own.Kvs) > 0 {
-			return p.takeOver(ctx, own.Kvs[0])
-		}
-		r.Read = false
-		if len(own.Kvs) > 0 {
-			p.value = string(own.Kvs[0].Value) // of a session that has gone: to be removed
-		} else {
-			p.value = ""
-		}
-		v, err := s.view(ctx, r, resp.Header.Revision, sess.Kvs, own.Kvs, first.Kvs, first.Count)
-		return v, false, err
+		p.value = ""
+		return p.refused(ctx, ifFree)
 	}
 
 	p.created, p.lease = resp.Header.Revision, l
@@ -334,6 +325,26 @@ func (p *place) join(ctx context.Context, ifFree bool) (v lock.View, again bool,
 	v, err = s.view(ctx, r, resp.Header.Revision, sess.Kvs, nil, []*mvccpb.KeyValue{at.holder}, int64(at.waiting)+1)
 	v.Own, v.Until = p.own(), p.lease.until
 	return v, false, err
+}
+
+// refused finds out why no entry could be made. The step itself could tell, but hardly any is refused, and all would carry what that
+// reads. If the reason has gone since, the entry can be made now.
+func (p *place) refused(ctx context.Context, ifFree bool) (v lock.View, again bool, err error) {
+	resp, err := p.s.kv.read(ctx, p.s.overview(p.r)...)
+	if err != nil {
+		return v, false, err
+	}
+	sess, own, first := overviewed(resp)
+	if len(own) > 0 {
+		if len(sess) > 0 {
+			return p.takeOver(ctx, own[0])
+		}
+		p.value = string(own[0].Value) // of a session that has gone: to be removed
+	}
+	r := p.r
+	r.Read = false
+	v, err = p.s.view(ctx, r, resp.Header.Revision, sess, own, first.Kvs, first.Count)
+	return v, v.Exists && (!ifFree || v.First == nil), err
 }
 
 // takeOver makes the entry that an earlier call of the same request made this call's own, in its place and with its

@@ -173,9 +173,11 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 		p := &step{
 			about: key,
 			cmps:  cmps,
-			then:  []operation{opPut(key, value, lease)},
-			els:   []operation{opGetKey(key), s.firstEntry(save.ID)},
+			then:  append(make([]operation, 0, 4), opPut(key, value, lease)),
 			holds: save.Token != 0,
+		}
+		if save.Token == 0 {
+			p.els = s.refusal(save.ID)
 		}
 		if save.Release {
 			p.role, p.entry, p.urgent = releases, entry, next != nil
@@ -195,11 +197,18 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 		return uint64(resp.Header.Revision), nil
 	}
 
+	// Hardly any save of a holder is refused, and all would carry what tells why. It is looked up afterwards: a grant that has been lost
+	// stays so.
+	if save.Token != 0 {
+		if resp, err = s.kv.read(octx, s.refusal(save.ID)...); err != nil {
+			return 0, s.fail(ctx, err)
+		}
+	}
 	found, first := resp.Responses[0].GetResponseRange().Kvs, resp.Responses[1].GetResponseRange().Kvs
 	switch {
 	case len(found) == 0:
 		return 0, session.ErrNotFound
-	case save.Token != 0 && (len(first) == 0 || first[0].CreateRevision != int64(save.Token) ||
+	case save.Token != 0 && (save.Expected == nil || len(first) == 0 || first[0].CreateRevision != int64(save.Token) ||
 		string(first[0].Key) != entry || found[0].CreateRevision >= int64(save.Token)):
 		return 0, session.ErrLockLost
 	case save.Token == 0 && len(first) > 0:
@@ -207,6 +216,11 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 	default:
 		return 0, session.ErrRevisionMismatch
 	}
+}
+
+// refusal reads why a save is refused.
+func (s *Store) refusal(id string) []operation {
+	return []operation{s.readSession(id, false), s.firstEntry(id)}
 }
 
 // TouchSession implements session.Store.

@@ -1,7 +1,8 @@
 // Package etcdstore keeps sessions, locks and messages in etcd.
 //
-// Whatever must hold at one moment is a compare of the transaction that changes something, never a read before it; the
-// else branch reads what tells which compare failed. A commit of etcd is what an operation costs, so:
+// Whatever must hold at one moment is a compare of the transaction that changes something, never a read before it. Which compare
+// failed tells what the else branch reads, or, where hardly any fails, a read afterwards: what all who share a transaction carry, all
+// wait for. A commit of etcd is what an operation costs, so:
 //
 //   - sessions and messages share leases by TTL (leases), lock entries take theirs out of a pool (pool), so that hardly
 //     any operation grants or revokes one;
