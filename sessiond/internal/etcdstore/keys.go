@@ -47,7 +47,7 @@ func (r replacer) Replace(s string) string {
 func (k keys) session(id string) string { return k.sessionOf(escaper.Replace(id)) }
 func (k keys) locks(id string) string   { return k.locksOf(escaper.Replace(id)) }
 func (k keys) lock(id, request string) string {
-	return k.locks(id) + escaper.Replace(request)
+	return k.prefix + "l/" + escaper.Replace(id) + "/" + escaper.Replace(request)
 }
 func (k keys) tail(id string) string      { return k.tailOf(escaper.Replace(id)) }
 func (k keys) allLocks() string           { return k.prefix + "l/" }
@@ -64,7 +64,7 @@ func (k keys) message(id, stream, request string) string {
 
 // These take an escaped id.
 func (k keys) sessionOf(escaped string) string  { return k.prefix + "s/" + escaped }
-func (k keys) locksOf(escaped string) string    { return k.allLocks() + escaped + "/" }
+func (k keys) locksOf(escaped string) string    { return k.prefix + "l/" + escaped + "/" }
 func (k keys) tailOf(escaped string) string     { return k.prefix + "q/" + escaped }
 func (k keys) messagesOf(escaped string) string { return k.allMessages() + escaped + "/" }
 

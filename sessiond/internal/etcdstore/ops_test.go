@@ -3,11 +3,13 @@ package etcdstore
 import (
 	"context"
 	"math"
+	"reflect"
 	"testing"
 
 	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
 )
 
@@ -103,6 +105,21 @@ func TestOps(t *testing.T) {
 		}
 		if size := proto.Size(got); size > cmpBytes(tt.got) {
 			t.Errorf("%s: takes %d bytes, counted %d", tt.name, size, cmpBytes(tt.got))
+		}
+	}
+}
+
+// An operation's calls are for a member that has a leader, as etcd's client asks for it, whatever else they carry.
+func TestOperationsRequireALeader(t *testing.T) {
+	s := &Store{}
+	for _, ctx := range []context.Context{t.Context(), metadata.AppendToOutgoingContext(t.Context(), "a", "b")} {
+		for range 2 {
+			octx, cancel := s.op(ctx)
+			got, _ := metadata.FromOutgoingContext(octx)
+			want, _ := metadata.FromOutgoingContext(clientv3.WithRequireLeader(ctx))
+			if cancel(); !reflect.DeepEqual(got, want) {
+				t.Errorf("%v, etcd's: %v", got, want)
+			}
 		}
 	}
 }

@@ -145,7 +145,7 @@ func (s *Store) SaveSession(ctx context.Context, save session.Save) (uint64, err
 		save.Request = found.request
 	}
 
-	cmps := []compare{exists(key)}
+	cmps := append(make([]compare, 0, 3), exists(key))
 	switch {
 	case save.Expected == nil:
 	case *save.Expected == 0:

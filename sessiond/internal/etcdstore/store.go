@@ -37,6 +37,7 @@ import (
 	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/grpc/metadata"
 
 	"github.com/sessiond/sessiond/sessiond/internal/lock"
 	"github.com/sessiond/sessiond/sessiond/internal/message"
@@ -233,7 +234,18 @@ func (s *Store) isDown() bool {
 
 // op is the context of the calls of one operation.
 func (s *Store) op(ctx context.Context) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(clientv3.WithRequireLeader(ctx), opTimeout)
+	return context.WithTimeout(withRequireLeader(ctx), opTimeout)
+}
+
+var requireLeader = metadata.Pairs(rpctypes.MetadataRequireLeaderKey, rpctypes.MetadataHasLeader)
+
+// withRequireLeader is etcd's, with the same metadata for all whose own context has none: a map for each is a good part of what an
+// operation takes.
+func withRequireLeader(ctx context.Context) context.Context {
+	if _, there := metadata.FromOutgoingContext(ctx); there {
+		return clientv3.WithRequireLeader(ctx)
+	}
+	return metadata.NewOutgoingContext(ctx, requireLeader)
 }
 
 // txn runs a transaction that is about more than one session, or none. All others go through the group.
