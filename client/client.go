@@ -7,12 +7,11 @@
 //
 // # What is retried
 //
-// A call that a node refused because it is shutting down is retried on another node, with back-off and jitter. So is one
-// that was cut off, if it is idempotent, carries a request id, or names a grant or a revision that tells whether it was
-// carried out: everything but [Client.Create] and an unconditional [Client.Save]. Those two, cut off after they were
-// sent, return [ErrOutcomeUnknown]. A backend that fails
-// ([ErrUnavailable] from a node whose etcd cannot be reached) is reported at once and never retried here: the caller
-// knows better than the client whether to wait.
+// A call that no node has seen, since none could be reached, or that one refused because it is shutting down is retried on another
+// node, with back-off and jitter. So is one that was cut off, if it is idempotent, carries a request id, or names a grant or
+// a revision that tells whether it was carried out: everything but [Client.Create] and an unconditional [Client.Save]. Those
+// two, cut off after they were sent, return [ErrOutcomeUnknown]. A backend that fails ([ErrUnavailable] from a node whose
+// etcd cannot be reached) is reported at once and never retried here: the caller knows better than the client whether to wait.
 //
 // # How calls travel
 //
@@ -157,6 +156,7 @@ func New(addresses []string, opts Options) (*Client, error) {
 		dialOptions = append(dialOptions,
 			grpc.WithChainUnaryInterceptor(multiplexed.intercept), grpc.WithChainStreamInterceptor(multiplexed.interceptStream))
 	}
+	dialOptions = append(dialOptions, grpc.WithChainUnaryInterceptor(markUnsent))
 	conn, err := grpc.NewClient("sessiond:///"+strings.Join(addresses, ","), dialOptions...)
 	if err != nil {
 		multiplexed.close()

@@ -16,6 +16,7 @@ import (
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/health"
 	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/status"
@@ -252,7 +253,12 @@ func (f *fake) start(t *testing.T, serving grpc_health_v1.HealthCheckResponse_Se
 
 func (f *fake) startWith(t *testing.T, serving grpc_health_v1.HealthCheckResponse_ServingStatus, register func(*grpc.Server)) string {
 	t.Helper()
-	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	return f.startOn(t, "127.0.0.1:0", serving, register)
+}
+
+func (f *fake) startOn(t *testing.T, address string, serving grpc_health_v1.HealthCheckResponse_ServingStatus, register func(*grpc.Server)) string {
+	t.Helper()
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", address)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -413,6 +419,71 @@ func TestC1RefusedUnseenIsRetried(t *testing.T) {
 	}}
 	if _, err := newClient(t, f.start(t, grpc_health_v1.HealthCheckResponse_SERVING)).Save(t.Context(), "x", nil, client.SaveOptions{}); err != nil {
 		t.Error(err)
+	}
+}
+
+// C1: what no node has seen has no unknown outcome, and is tried again, a create too.
+func TestC1UnsentIsKnown(t *testing.T) {
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	address := l.Addr().String()
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for _, unary := range []bool{false, true} {
+		tries := 0
+		count := func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, next grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+			tries++
+			return next(ctx, method, req, reply, cc, opts...)
+		}
+		c, err := client.New([]string{address}, client.Options{Unary: unary, DialOptions: []grpc.DialOption{grpc.WithChainUnaryInterceptor(count)}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for name, do := range map[string]func() error{
+			"create": func() error { _, err := c.Create(t.Context(), nil, client.CreateOptions{}); return err },
+			"save":   func() error { _, err := c.Save(t.Context(), "x", nil, client.SaveOptions{}); return err },
+		} {
+			tries = 0
+			if err := do(); !errors.Is(err, client.ErrUnavailable) || errors.Is(err, client.ErrOutcomeUnknown) || tries != 4 {
+				t.Errorf("%s with no node, unary %v: %v, %d tries", name, unary, err, tries)
+			}
+		}
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// C1: a save that no node has seen is carried out by the first that is there, and once.
+func TestC1UnsentIsTriedAgain(t *testing.T) {
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	address := l.Addr().String()
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	f := &fake{save: func(int64) error { return nil }}
+	tries := 0
+	meet := func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, next grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+		if tries++; tries == 2 {
+			f.startOn(t, address, grpc_health_v1.HealthCheckResponse_SERVING, func(*grpc.Server) {})
+			for state := cc.GetState(); state != connectivity.Ready && cc.WaitForStateChange(ctx, state); state = cc.GetState() {
+			}
+		}
+		return next(ctx, method, req, reply, cc, opts...)
+	}
+	c, err := client.New([]string{address}, client.Options{DialOptions: []grpc.DialOption{grpc.WithChainUnaryInterceptor(meet)}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = c.Close() }()
+	if _, err := c.Save(t.Context(), "x", nil, client.SaveOptions{}); err != nil || tries != 2 || f.saves.Load() != 1 {
+		t.Errorf("%v after %d tries, %d saves", err, tries, f.saves.Load())
 	}
 }
 

@@ -233,7 +233,7 @@ func duration(d time.Duration) *durationpb.Duration {
 
 // outcomeUnknown marks the failure of a write that may have been carried out.
 func outcomeUnknown(err error) error {
-	if e, ok := errors.AsType[*Error](err); ok && e.Reason == sessiondv1.ErrorReason_ERROR_REASON_SHUTTING_DOWN {
+	if e, ok := errors.AsType[*Error](err); ok && (e.unsent || e.Reason == sessiondv1.ErrorReason_ERROR_REASON_SHUTTING_DOWN) {
 		return err
 	}
 	if errors.Is(err, ErrUnavailable) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {

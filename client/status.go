@@ -93,7 +93,8 @@ type Error struct {
 	// RetryAfter tells when a retry may help; 0 if the node did not say.
 	RetryAfter time.Duration
 
-	kind error
+	kind   error
+	unsent bool
 }
 
 // Error returns what was tried and why it failed.
@@ -112,7 +113,7 @@ func (e *unknownOutcomeError) Unwrap() []error { return []error{ErrOutcomeUnknow
 // fromStatus is the one place that maps a gRPC status to an error of this package.
 func fromStatus(op string, err error) error {
 	st := status.Convert(err)
-	e := &Error{Op: op, Message: st.Message()}
+	e := &Error{Op: op, Message: st.Message(), unsent: unsent(err)}
 	for _, detail := range st.Details() {
 		switch d := detail.(type) {
 		case *errdetails.ErrorInfo:
@@ -155,10 +156,10 @@ type timedOutError struct{}
 func (*timedOutError) Error() string   { return "no answer in time" }
 func (*timedOutError) Unwrap() []error { return []error{ErrUnavailable, context.DeadlineExceeded} }
 
-// refusedUnseen tells that a node has not even begun with a call.
+// refusedUnseen tells that no node has even begun with a call, and that another may.
 func refusedUnseen(err error) bool {
 	e, ok := errors.AsType[*Error](fromStatus("", err))
-	return ok && e.Reason == sessiondv1.ErrorReason_ERROR_REASON_SHUTTING_DOWN
+	return ok && (e.Reason == sessiondv1.ErrorReason_ERROR_REASON_SHUTTING_DOWN || e.unsent && e.retriable())
 }
 
 // retriable is [Error.retriable] for a status.
