@@ -16,9 +16,10 @@ const (
 	// How much longer than its keys a shared lease lasts, in whole seconds: as long as it may take to end very many, and some more that
 	// differs, so that etcd does not end many at once of a node that has stopped.
 	minSlack, maxSlack = 10 * time.Second, 30 * time.Second
-	// No lease is ended after one for so many times as long as that took, less a half for each second that they are late, and
-	// expireLeast times at least.
+	// No lease is ended after one for so many times as long as that took; up to expireMost times while that is soon enough for all that
+	// are due not to be late; less a half for each second that they are late, and expireLeast times at least.
 	expirePauses = 2.0
+	expireMost   = 4.0
 	expireLeast  = 0.5
 	// When to try again.
 	expireRetry = 250 * time.Millisecond
@@ -34,6 +35,8 @@ const (
 // Transactions that remove the keys and leave an empty lease to etcd do not have the file synced, but cost a compare for each key, which reads
 // it, and a sync when the lease ends after all. They held up others no less.
 //
+// What was written while very many were written is due sooner than it is late (leases): it is ended with longer pauses, as they can be had.
+//
 // A shared lease is never refreshed, and what is written or touched is moved to another one unless this one still lasts for its TTL. So a
 // key that is on a lease which is due is due itself.
 //
@@ -43,13 +46,22 @@ type expiry struct {
 	more chan struct{}
 
 	mu  sync.Mutex
-	due []dueLease // by time
+	due []dueLease // that may not be due yet, by time
+	now []dueLease // that are, by when they are late
 }
 
 type dueLease struct {
 	id    clientv3.LeaseID
 	at    time.Time     // not earlier than this its keys are due
+	late  time.Time     // from then on they are late
 	slack time.Duration // lasts for so much longer
+}
+
+// in is the lease if its keys are due in so long.
+func (d dueLease) in(left time.Duration) dueLease {
+	at := time.Now().Add(left)
+	d.at, d.late = at, at.Add(d.late.Sub(d.at))
+	return d
 }
 
 func newExpiry() *expiry { return &expiry{more: make(chan struct{}, 1)} }
@@ -63,16 +75,11 @@ func newSlack() time.Duration {
 func (e *expiry) add(d dueLease) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if len(e.due) >= maxDue {
+	if len(e.due)+len(e.now) >= maxDue {
 		return
 	}
-	i, _ := slices.BinarySearchFunc(e.due, d, func(a, b dueLease) int {
-		if a.at.After(b.at) {
-			return 1
-		}
-		return -1
-	})
-	e.due = slices.Insert(e.due, i, d)
+	var i int
+	e.due, i = insert(e.due, d, func(d dueLease) time.Time { return d.at })
 	if i > 0 {
 		return
 	}
@@ -82,20 +89,58 @@ func (e *expiry) add(d dueLease) {
 	}
 }
 
-// next takes out a lease that is due. If there is none, it says how long until there is; 0: there are none at all.
+// insert puts a lease behind those that have the same time or an earlier one, and says where that is.
+func insert(list []dueLease, d dueLease, by func(dueLease) time.Time) ([]dueLease, int) {
+	i, _ := slices.BinarySearchFunc(list, by(d), func(other dueLease, t time.Time) int {
+		if by(other).After(t) {
+			return 1
+		}
+		return -1
+	})
+	return slices.Insert(list, i, d), i
+}
+
+// next takes out a lease that is due, of several the one that is late first. If there is none, it says how long until there is; 0: there are
+// none at all.
 func (e *expiry) next() (d dueLease, ok bool, wait time.Duration) {
+	now := time.Now()
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if len(e.due) == 0 {
+	n := 0
+	for ; n < len(e.due) && !e.due[n].at.After(now); n++ {
+		e.now, _ = insert(e.now, e.due[n], func(d dueLease) time.Time { return d.late })
+	}
+	if e.due = e.due[n:]; len(e.due) == 0 {
 		e.due = nil
+	}
+	switch {
+	case len(e.now) > 0:
+		d, e.now = e.now[0], e.now[1:]
+		if len(e.now) == 0 {
+			e.now = nil
+		}
+		return d, true, 0
+	case len(e.due) > 0:
+		return dueLease{}, false, e.due[0].at.Sub(now)
+	default:
 		return dueLease{}, false, 0
 	}
-	d = e.due[0]
-	if wait = time.Until(d.at); wait > 0 {
-		return dueLease{}, false, wait
+}
+
+// pauseAfter is how long to end no lease after one that took so long.
+func (e *expiry) pauseAfter(took time.Duration) time.Duration {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	pauses := expirePauses
+	if n := len(e.now); n > 0 {
+		if late := time.Since(e.now[0].late); late > 0 {
+			pauses = max(expirePauses-late.Seconds()/2, expireLeast)
+		} else {
+			share := time.Until(e.now[n-1].late) / time.Duration(n)
+			pauses = min(max(float64(share)/float64(took)-1, expirePauses), expireMost)
+		}
 	}
-	e.due = e.due[1:]
-	return d, true, 0
+	return time.Duration(float64(took) * pauses)
 }
 
 // expire ends leases that are due until ctx ends.
@@ -104,8 +149,7 @@ func (s *Store) expire(ctx context.Context) {
 		d, ok, wait := s.expiry.next()
 		if ok {
 			if again := s.expireLease(ctx, d); again > 0 {
-				d.at = time.Now().Add(again)
-				s.expiry.add(d)
+				s.expiry.add(d.in(again))
 			}
 			continue
 		}
@@ -134,7 +178,6 @@ func (s *Store) expireLease(ctx context.Context, d dueLease) (again time.Duratio
 		pause(ctx, expireRetry)
 		return expireRetry
 	}
-	late := began.Sub(d.at).Seconds()
-	pause(ctx, time.Duration(float64(time.Since(began))*max(expirePauses-late/2, expireLeast)))
+	pause(ctx, s.expiry.pauseAfter(time.Since(began)))
 	return 0
 }

@@ -266,3 +266,76 @@ func TestDueInOrder(t *testing.T) {
 		}
 	})
 }
+
+// S12: of what is due, that is ended first which is late first.
+func TestLateFirst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		e := newExpiry()
+		now := time.Now()
+		for i, late := range []time.Duration{30, 10, 20} {
+			e.add(dueLease{id: clientv3.LeaseID(i), at: now.Add(-time.Duration(i)), late: now.Add(late * time.Second)})
+		}
+		for _, want := range []clientv3.LeaseID{1, 2, 0} {
+			if d, ok, _ := e.next(); !ok || d.id != want {
+				t.Errorf("lease %d, want %d", d.id, want)
+			}
+		}
+		if _, ok, wait := e.next(); ok || wait != 0 {
+			t.Errorf("there is more, in %v", wait)
+		}
+		// What etcd's leader gives more time is late so much later.
+		d := dueLease{at: now.Add(-time.Hour), late: now.Add(-time.Hour + time.Minute)}.in(time.Second)
+		if d.at != now.Add(time.Second) || d.late != now.Add(time.Second+time.Minute) {
+			t.Errorf("due in %v, late in %v", d.at.Sub(now), d.late.Sub(now))
+		}
+	})
+}
+
+// S12: what is due is ended bit by bit while there is time, and faster the later it gets.
+func TestPausesOfExpiry(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const took = 10 * time.Millisecond
+		e := newExpiry()
+		if got := e.pauseAfter(took); got != 2*took {
+			t.Errorf("after the last one %v", got)
+		}
+		now := time.Now()
+		for range 200 {
+			e.add(dueLease{at: now, late: now.Add(10 * time.Second)})
+		}
+		e.next()
+		ended := 1
+		for {
+			time.Sleep(took + e.pauseAfter(took))
+			if time.Since(now) > 10*time.Second {
+				break
+			}
+			if _, ok, _ := e.next(); !ok {
+				break
+			}
+			ended++
+		}
+		if since := time.Since(now); ended != 200 || since < 9*time.Second || since > 10*time.Second {
+			t.Errorf("%d of 200 after %v", ended, since)
+		}
+		for _, c := range []struct {
+			n          int
+			left, want time.Duration
+		}{
+			{n: 1, left: 10 * time.Second, want: 4 * took},
+			{n: 1000, left: 10 * time.Second, want: 2 * took},
+			{n: 1000, left: -time.Second, want: took * 3 / 2},
+			{n: 1, left: -time.Minute, want: took / 2},
+		} {
+			e := newExpiry()
+			now := time.Now()
+			for range c.n + 1 {
+				e.add(dueLease{at: now, late: now.Add(c.left)})
+			}
+			e.next()
+			if got := e.pauseAfter(took); got != c.want {
+				t.Errorf("%d leases, %v until they are late: a pause of %v, want %v", c.n, c.left, got, c.want)
+			}
+		}
+	})
+}

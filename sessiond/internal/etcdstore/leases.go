@@ -17,6 +17,8 @@ const (
 	// With so many keys on a lease the next one is granted, so that nobody has to wait for it.
 	manyKeysPerLease = maxKeysPerLease / 2
 	maxLeaseWindow   = time.Minute
+	// The window of leases that are full before it is over.
+	shortWindow = time.Second
 	// How many leases' ends and how many TTL classes are remembered.
 	maxKnownLeases = 1 << 16
 	maxClasses     = 1 << 10
@@ -29,12 +31,16 @@ const (
 // leases hands out the shared leases of sessions and messages. Those of one TTL that are written within a window of
 // time share one, which lasts for the TTL, the window, so that no key ends before its TTL, and some slack. Nobody refreshes
 // these leases: they are ended when the slack begins (expiry), or end by themselves, and take what was not written again with them.
+//
+// While very many keys are written a lease is full long before its window is over, and so the next ones get a short window. What was written
+// at the same time is then due that much sooner, and there is time to end it bit by bit before it is late.
 type leases struct {
 	lease  clientv3.Lease
 	grants *atomic.Int64
 	terms  *terms
 	expiry *expiry
 	window func(ttl time.Duration) time.Duration
+	hurry  bool                 // use short windows
 	slack  func() time.Duration // of a new lease
 	// background runs a function beside the caller until it returns or the store is closed.
 	background func(func(context.Context))
@@ -54,6 +60,7 @@ type leaseClass struct {
 	ttl  time.Duration
 	turn chan struct{} // held by who looks at or replaces the fields below
 	classLease
+	since   time.Time // when it was taken into use
 	keys    int
 	next    classLease
 	ordered bool // the next one
@@ -73,6 +80,7 @@ func newLeases(lease clientv3.Lease, grants *atomic.Int64, terms *terms, expiry 
 		terms:      terms,
 		expiry:     expiry,
 		window:     window,
+		hurry:      true,
 		slack:      newSlack,
 		background: background,
 		saved:      newRecent[clientv3.LeaseID](maxSaved),
@@ -98,11 +106,12 @@ func (l *leases) takeFor(ctx context.Context, ttl time.Duration, on clientv3.Lea
 		return 0, time.Time{}, err
 	}
 	defer c.unlock()
+	short := c.fillsWithin(shortWindow / 2)
 	if !c.has(on) {
-		c.classLease, c.next, c.keys = c.next, classLease{}, 0
+		c.classLease, c.next, c.keys, c.since = c.next, classLease{}, 0, time.Now()
 	}
 	if !c.has(on) {
-		granted, err := l.grant(ctx, c.ttl)
+		granted, err := l.grant(ctx, c.ttl, short)
 		if err != nil {
 			return 0, time.Time{}, err
 		}
@@ -113,7 +122,8 @@ func (l *leases) takeFor(ctx context.Context, ttl time.Duration, on clientv3.Lea
 	}
 	if c.keys >= manyKeysPerLease && c.next.id == 0 && !c.ordered {
 		c.ordered = true
-		l.background(func(ctx context.Context) { l.order(ctx, c) })
+		short := c.fillsWithin(shortWindow / 2)
+		l.background(func(ctx context.Context) { l.order(ctx, c, short) })
 	}
 	return c.id, c.until, nil
 }
@@ -121,6 +131,11 @@ func (l *leases) takeFor(ctx context.Context, ttl time.Duration, on clientv3.Lea
 // has says whether the lease can take a key that is on one already, or on none.
 func (c *leaseClass) has(on clientv3.LeaseID) bool {
 	return c.id != 0 && !time.Now().After(c.usable) && (c.keys < maxKeysPerLease || c.id == on)
+}
+
+// fillsWithin says whether the lease is full so soon after it was taken into use, at the pace until now.
+func (c *leaseClass) fillsWithin(d time.Duration) bool {
+	return c.keys > 0 && time.Since(c.since)*maxKeysPerLease <= d*time.Duration(c.keys)
 }
 
 func (c *leaseClass) lock(ctx context.Context) error {
@@ -135,32 +150,49 @@ func (c *leaseClass) lock(ctx context.Context) error {
 func (c *leaseClass) unlock() { <-c.turn }
 
 // order has the next lease of a class granted. If that fails, who needs it will find out.
-func (l *leases) order(ctx context.Context, c *leaseClass) {
+func (l *leases) order(ctx context.Context, c *leaseClass, short bool) {
 	ctx, cancel := context.WithTimeout(ctx, opTimeout)
 	defer cancel()
-	next, _ := l.grant(ctx, c.ttl)
+	next, _ := l.grant(ctx, c.ttl, short)
 	if c.lock(context.WithoutCancel(ctx)) == nil { // it is held for as long as a grant takes, at most
 		c.next, c.ordered = next, false
 		c.unlock()
 	}
 }
 
-func (l *leases) grant(ctx context.Context, ttl time.Duration) (classLease, error) {
+func (l *leases) grant(ctx context.Context, ttl time.Duration, short bool) (classLease, error) {
 	now := time.Now() // the lease runs from a later moment on
-	lives := l.lives(ttl)
-	resp, err := l.lease.Grant(ctx, int64((lives+l.slack())/time.Second))
+	// With a short window there is so much more slack.
+	asked := ttl + l.window(ttl) + l.slack()
+	if isShort(ttl, asked) != (short && l.hurry) {
+		asked += time.Second
+	}
+	resp, err := l.lease.Grant(ctx, int64(asked/time.Second))
 	if err != nil {
 		return classLease{}, err
 	}
 	l.grants.Add(1)
-	l.expiry.add(dueLease{resp.ID, time.Now().Add(lives), time.Duration(resp.TTL)*time.Second - lives})
-	granted := classLease{resp.ID, now.Add(l.window(ttl)), now.Add(lives)}
-	l.remember(resp.ID, sharedLease{granted.until, true})
-	return granted, nil
+	granted := time.Duration(resp.TTL) * time.Second
+	window := l.windowOf(ttl, granted)
+	lives := ttl + window
+	due := time.Now().Add(lives)
+	l.expiry.add(dueLease{id: resp.ID, at: due, late: due.Add(l.window(ttl) - window), slack: granted - lives})
+	c := classLease{resp.ID, now.Add(window), now.Add(lives)}
+	l.remember(resp.ID, sharedLease{c.until, true})
+	return c, nil
 }
 
-// lives is how long keys live on a lease for a TTL, from its grant on.
-func (l *leases) lives(ttl time.Duration) time.Duration { return ttl + l.window(ttl) }
+// isShort says whether a lease for a TTL has the short window: then it was granted for an odd number of seconds more. Etcd keeps nothing else
+// of a lease that says so to other nodes, and all have to agree until when its keys live.
+func isShort(ttl, granted time.Duration) bool { return (granted-ttl)/time.Second%2 != 0 }
+
+// windowOf is the window of a lease for a TTL.
+func (l *leases) windowOf(ttl, granted time.Duration) time.Duration {
+	if l.hurry && isShort(ttl, granted) {
+		return shortWindow
+	}
+	return l.window(ttl)
+}
 
 // drop forgets a lease that turned out to be gone.
 func (l *leases) drop(ctx context.Context, ttl time.Duration, id clientv3.LeaseID) {
@@ -203,7 +235,8 @@ func (l *leases) remaining(ctx context.Context, id clientv3.LeaseID, ttl time.Du
 		l.terms.see(resp.GetRaftTerm())
 		granted := time.Duration(resp.GrantedTTL) * time.Second
 		ends := now.Add(time.Duration(max(resp.TTL, 0)) * time.Second)
-		known.until = ends.Add(-max(granted-l.lives(roundUp(ttl)), 0))
+		lives := roundUp(ttl) + l.windowOf(roundUp(ttl), granted) // from its grant on
+		known.until = ends.Add(-max(granted-lives, 0))
 		began := ends.Add(-granted)
 		known.sure = began.After(l.terms.since().Add(maxExtension))
 		l.remember(id, known)

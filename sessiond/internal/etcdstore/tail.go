@@ -64,7 +64,9 @@ type ends struct {
 
 func newTails(lease clientv3.Lease, grants *atomic.Int64, terms *terms, expiry *expiry, background func(func(context.Context))) *tails {
 	same := func(ttl time.Duration) time.Duration { return ttl }
-	return &tails{leases: newLeases(lease, grants, terms, expiry, same, background), ends: newRecent[ends](maxHeads)}
+	t := &tails{leases: newLeases(lease, grants, terms, expiry, same, background), ends: newRecent[ends](maxHeads)}
+	t.hurry = false // they are of use for as long as they last
+	return t
 }
 
 // of returns what is known of a session's queue. The keys are empty if nothing is.
