@@ -16,6 +16,11 @@ const (
 	cleanAgainAfter = 6 * time.Second
 	// How many sessions' leftovers are looked for at one go, three reads each.
 	cleanTogether = maxTxnOps / 3
+	// While there is more at once, no leftovers are looked for after some for so many times as long as that took, and at most for so long: the
+	// reads of very many sessions that expired together are not to take the processor from everybody else. Not if so many sessions wait for it
+	// that there might soon be too many.
+	cleanPauses   = 3
+	maxCleanPause = 10 * time.Millisecond
 	// How many sessions may wait for that. Beyond it, what they leave is left to its TTLs.
 	maxToClean = 200_000
 )
@@ -115,16 +120,28 @@ func (c *cleaner) due() (sessions []string, wait time.Duration) {
 	return sessions, wait
 }
 
+// pauseAfter is how long to look for no more leftovers after those of so many sessions, which took so long.
+func (c *cleaner) pauseAfter(sessions int, took time.Duration) time.Duration {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if sessions < cleanTogether || max(len(c.soon), len(c.later)) > maxToClean/2 {
+		return 0
+	}
+	return min(cleanPauses*took, maxCleanPause)
+}
+
 // clean removes leftovers until ctx ends.
 func (s *Store) clean(ctx context.Context) {
 	for ctx.Err() == nil {
 		sessions, wait := s.cleaner.due()
 		if len(sessions) > 0 {
+			began := time.Now()
 			if err := s.cleanUp(ctx, sessions); err != nil && ctx.Err() == nil {
 				// The other node of each session, or the leftovers' own TTLs, will see to it.
 				s.logger.DebugContext(ctx, "leftovers of expired sessions not removed", "error", err)
 				pause(ctx, sweepRetry)
 			}
+			pause(ctx, s.cleaner.pauseAfter(len(sessions), time.Since(began)))
 			continue
 		}
 		pauseFor(ctx, s.cleaner.more, wait)

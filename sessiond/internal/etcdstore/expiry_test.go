@@ -1,6 +1,7 @@
 package etcdstore
 
 import (
+	"context"
 	"crypto/rand"
 	"errors"
 	"slices"
@@ -8,6 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/sessiond/sessiond/sessiond/internal/message"
@@ -336,6 +338,46 @@ func TestPausesOfExpiry(t *testing.T) {
 			if got := e.pauseAfter(took); got != c.want {
 				t.Errorf("%d leases, %v until they are late: a pause of %v, want %v", c.n, c.left, got, c.want)
 			}
+		}
+	})
+}
+
+// slowRevokes are leases that are due, the end of which takes some time.
+type slowRevokes struct {
+	clientv3.Lease
+
+	took  time.Duration
+	ended []time.Time
+}
+
+func (l *slowRevokes) TimeToLive(context.Context, clientv3.LeaseID, ...clientv3.LeaseOption) (*clientv3.LeaseTimeToLiveResponse, error) {
+	return &clientv3.LeaseTimeToLiveResponse{ResponseHeader: &etcdserverpb.ResponseHeader{}}, nil
+}
+
+func (l *slowRevokes) Revoke(context.Context, clientv3.LeaseID) (*clientv3.LeaseRevokeResponse, error) {
+	time.Sleep(l.took)
+	l.ended = append(l.ended, time.Now())
+	return &clientv3.LeaseRevokeResponse{}, nil
+}
+
+// S12: a node that has time to end its leases before they are late takes its time.
+func TestExpiryTakesItsTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const n = 100
+		l := &slowRevokes{took: 10 * time.Millisecond}
+		s := &Store{lease: lease{Lease: l, members: 1}, expiry: newExpiry()}
+		began := time.Now()
+		for i := range n {
+			s.expiry.add(dueLease{id: clientv3.LeaseID(i + 1), at: began, late: began.Add(4 * time.Second), slack: time.Minute})
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		s.expire(ctx)
+		if len(l.ended) != n {
+			t.Fatalf("%d of %d have ended", len(l.ended), n)
+		}
+		if last := l.ended[n-1].Sub(began); last < 3900*time.Millisecond || last > 4100*time.Millisecond {
+			t.Errorf("the last one ended after %v", last)
 		}
 	})
 }
