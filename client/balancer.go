@@ -109,7 +109,7 @@ func (c *balancerConn) NewSubConn(addresses []resolver.Address, opts balancer.Ne
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	conn, err := c.ClientConn.NewSubConn(addresses, opts)
+	conn, err := c.ClientConn.NewSubConn(addresses, opts) //nolint:staticcheck // It is what round_robin calls.
 	if err == nil && len(addresses) > 0 {
 		b.nodes[conn] = &sharedNode{conn: conn, seed: xxhash.Sum64String(addresses[0].Addr)}
 	}

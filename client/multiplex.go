@@ -15,9 +15,7 @@ import (
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/retry"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/balancer"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
-	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	sessiondv1 "github.com/sessiond/sessiond/proto/sessiond/v1"
@@ -438,7 +436,7 @@ func (s *sharedStream) call(ctx context.Context, method string, in proto.Message
 		return c.err
 	case len(c.status) > 0:
 		err := decodeStatus(c.status)
-		if status.Code(err) == codes.Unavailable {
+		if isUnavailable(err) {
 			s.node.suspected()
 		}
 		return err

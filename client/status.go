@@ -162,6 +162,20 @@ func refusedUnseen(err error) bool {
 	return ok && (e.Reason == sessiondv1.ErrorReason_ERROR_REASON_SHUTTING_DOWN || e.unsent && e.retriable())
 }
 
+// unsentError is the error of a call that no node has seen, for it was given to no connection. So it may be made again, whatever it does.
+type unsentError struct{ error }
+
+func (e *unsentError) Unwrap() error              { return e.error }
+func (e *unsentError) GRPCStatus() *status.Status { return status.Convert(e.error) }
+
+func unsent(err error) bool {
+	_, ok := errors.AsType[*unsentError](err)
+	return ok
+}
+
+// isUnavailable tells that a node shuts down, or cannot reach its backend.
+func isUnavailable(err error) bool { return status.Code(err) == codes.Unavailable }
+
 // retriable is [Error.retriable] for a status.
 func retriable(err error) bool {
 	e, ok := errors.AsType[*Error](fromStatus("", err))
