@@ -422,16 +422,22 @@ func TestC1RefusedUnseenIsRetried(t *testing.T) {
 	}
 }
 
-// C1: what no node has seen has no unknown outcome, and is tried again, a create too.
-func TestC1UnsentIsKnown(t *testing.T) {
+// unused returns an address at which nobody listens.
+func unused(t *testing.T) string {
+	t.Helper()
 	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	address := l.Addr().String()
 	if err := l.Close(); err != nil {
 		t.Fatal(err)
 	}
+	return l.Addr().String()
+}
+
+// C1: what no node has seen has no unknown outcome, and is tried again, a create too.
+func TestC1UnsentIsKnown(t *testing.T) {
+	address := unused(t)
 	for _, unary := range []bool{false, true} {
 		tries := 0
 		count := func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, next grpc.UnaryInvoker, opts ...grpc.CallOption) error {
@@ -459,14 +465,7 @@ func TestC1UnsentIsKnown(t *testing.T) {
 
 // C1: a save that no node has seen is carried out by the first that is there, and once.
 func TestC1UnsentIsTriedAgain(t *testing.T) {
-	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	address := l.Addr().String()
-	if err := l.Close(); err != nil {
-		t.Fatal(err)
-	}
+	address := unused(t)
 	f := &fake{save: func(int64) error { return nil }}
 	tries := 0
 	meet := func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, next grpc.UnaryInvoker, opts ...grpc.CallOption) error {
